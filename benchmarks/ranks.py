@@ -1,15 +1,21 @@
-"""Check which rank is named as the straggler, and compare `comm` with the kernel trace.
+"""Check which rank and line are named as the straggler, and compare `comm` with the kernel trace.
 
-The ranks train linear layers with several kinds of parallelism, while rank 1 is delayed at one
-place in the step. The `comm` of each phase is compared with the trace of the same steps, that is,
-with the time in which the timed stream ran a collective or waited for another stream.
+The ranks train linear layers with several kinds of parallelism, while a function delays rank 1 at
+one place in the step. The `comm` of each phase is compared with the trace of the same steps, that
+is, with the time in which the timed stream ran a collective or waited for another stream.
 
     torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --traced 8 --out FILE
-    torchrun --nproc-per-node 2 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 60
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --width 64 --batch 32 --steps 40  # host-bound
+    torchrun --nproc-per-node 8 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 60
+
+With `--simulated-ranks 1024`, measure the exchange of so many ranks in one process instead:
+
+    python benchmarks/ranks.py --simulated-ranks 1024
 """
 
 import argparse
 import os
+import random
 import shlex
 import statistics
 import time
@@ -23,6 +29,7 @@ import torch.distributed as dist
 from kernels import Event, cycles_of, end_of, of_categories, spin_in_backward, traced
 from record import ENVIRONMENT, command, new_parser, save
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
@@ -32,8 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary, StepTimes
+from lightning_gputime._measurement.ranks import BatchMeans, LineTime, RankTotals, compare
+from lightning_gputime._session.ranks import Exchange, encode
 
-SLOW_RANK, LAYERS = 1, 8
+STRAGGLER, LAYERS = 1, 8
+PHASES = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}
 MICRO_BATCHES, LAYERS_PER_STAGE = 4, 4
 WARMUP, SETTLE = 5, 3
 MAX_RELATIVE_ERROR, MAX_ERROR_MS = 0.1, 0.2
@@ -48,6 +58,38 @@ PHASE_OF = {
     "optimizer": "optimizer",
 }
 """Expected phase in each case."""
+
+Waste = Callable[[], object]
+
+
+def augment(waste: Waste) -> None:
+    waste()
+
+
+def gate(waste: Waste) -> None:
+    waste()
+
+
+def preprocess(waste: Waste) -> None:
+    waste()
+
+
+def penalize(waste: Waste) -> None:
+    waste()
+
+
+def average_weights(waste: Waste) -> None:
+    waste()
+
+
+PLANTED = {
+    "data": augment,
+    "forward": gate,
+    "third layer": preprocess,
+    "backward": penalize,
+    "optimizer": average_weights,
+}
+"""Function that delays rank 1 in each case."""
 
 PHASES_IN = {
     "step": ("forward", "loss", "backward", "optimizer"),
@@ -80,13 +122,17 @@ class Job:
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def delay(self, place: str, parts: int = 1) -> None:
-        """Delay the slow rank if this case has its delay at `place`."""
-        if place == self.case and dist.get_rank() == SLOW_RANK:
-            if self.late_cycles:
-                torch.cuda._sleep(self.late_cycles // parts)
-            else:
-                time.sleep(self.late_ms / 1e3 / parts)
+    def planted(self, place: str, parts: int = 1) -> Waste:
+        """Return the function that delays the straggler at `place` in this case.
+
+        Each place calls its own function directly: a function of theirs would run in all phases.
+        """
+        if place != self.case or dist.get_rank() != STRAGGLER:
+            return lambda: None
+        waste = partial(time.sleep, self.late_ms / 1e3 / parts)
+        if self.late_cycles:
+            waste = partial(torch.cuda._sleep, self.late_cycles // parts)
+        return partial(PLANTED[place], waste)
 
     def delimit(self) -> None:
         """Launch a kernel that separates two windows of the trace."""
@@ -94,8 +140,9 @@ class Job:
 
     def batches(self, n: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
         x = torch.randn(self.batch, self.width, device=self.device, dtype=dtype)
+        delay = self.planted("data")
         for _ in range(n):
-            self.delay("data")
+            delay()
             yield x
 
 
@@ -104,19 +151,19 @@ class Net(nn.Module):
 
     def __init__(self, job: Job, layers: int = LAYERS, parts: int = 1, norm: bool = False) -> None:
         super().__init__()
-        self.delay = partial(job.delay, parts=parts)
+        self.delays = {place: job.planted(place, parts) for place in PLANTED}
         width = job.width
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.norms = nn.ModuleList(
             nn.BatchNorm1d(width) if norm else nn.Identity() for _ in range(layers)
         )
-        self.layers[2].register_forward_pre_hook(lambda *_: self.delay("third layer"))
+        self.layers[2].register_forward_pre_hook(lambda *_: self.delays["third layer"]())
 
     def forward(self, x: Tensor) -> Tensor:
-        self.delay("forward")
+        self.delays["forward"]()
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = norm(layer(x))
-        return spin_in_backward(x.clone(), partial(self.delay, "backward"))
+        return spin_in_backward(x.clone(), self.delays["backward"])
 
 
 class PlainLoop:
@@ -133,6 +180,7 @@ class PlainLoop:
     ) -> None:
         self.job, self.model, self.sync = job, model, sync
         self.dtype = torch.bfloat16 if in_bfloat16 and job.is_cuda else torch.float32
+        self.delay_update = job.planted("optimizer")
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=job.is_cuda)
 
     def step(self, x: Tensor) -> None:
@@ -145,7 +193,7 @@ class PlainLoop:
         self.job.delimit()
         loss.backward()
         self.job.delimit()
-        self.job.delay("optimizer")
+        self.delay_update()
         self.sync(self.model)
         self.optimizer.step()
         self.job.delimit()
@@ -180,7 +228,7 @@ class PipelineLoop(PlainLoop):
         # Compute the gradient of the input, so that all stages have the same work.
         given = (x.detach().requires_grad_(),) if rank == 0 else ()
         self.schedule.step(*given, target=torch.zeros_like(x) if rank == self.last else None)
-        self.job.delay("optimizer")
+        self.delay_update()
         self.optimizer.step()
         self.job.delimit()
         self.optimizer.zero_grad()
@@ -335,16 +383,29 @@ def measure(strategy: str, job: Job, steps: int, traced_steps: int) -> dict[str,
     if ranks is not None:
         # Compare top-level phases: the summary may name `data/fetch`.
         phase, expected = ranks.phase.partition("/")[0], PHASE_OF[job.case]
-        named = (None, None) if ranks.slowest_rank is None else (ranks.slowest_rank, phase)
-        found["is_right"] = named == ((SLOW_RANK, expected) if expected else (None, None))
+        named = (None, None) if ranks.straggler is None else (ranks.straggler, phase)
+        found["is_right"] = named == ((STRAGGLER, expected) if expected else (None, None))
+        found["is_line_right"] = _is_planted(ranks.line, job) if expected else not ranks.line
         found["named"] = "none"
-        if ranks.slowest_rank is not None:
-            found["named"] = f"{phase} +{ranks.behind_median_ms:.1f}"
+        if ranks.straggler is not None:
+            found["named"] = f"{phase} +{ranks.excess_ms:.1f} {ranks.line}".rstrip()
+            found["sentences"] = [ranks.sentence, *ranks.notes]
         if not found["is_right"]:
-            found["named"] = f"wrong: rank {ranks.slowest_rank}, {found['named']}"
+            found["named"] = f"wrong: rank {ranks.straggler}, {found['named']}"
     if job.is_cuda:
         found["windows"] = compare_with_trace(loop, strategy, traced_steps)
     return found
+
+
+def _is_planted(line: str, job: Job) -> bool:
+    """Return True if a line is the planted function's.
+
+    The backward of a GPU runs in a thread of its own, whose time belongs to the line of forward.
+    """
+    names = [PLANTED[job.case].__name__]
+    if job.is_cuda and job.case == "backward":
+        names += ["Net.forward", "spin_in_backward"]
+    return any(f"`{name}`" in line for name in names)
 
 
 def summarize(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,6 +414,7 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Any]:
     Counts are pairs: the number of correct results and the total number.
     """
     cases = [case for cases in results.values() for case in cases.values()]
+    delayed = [cases[name] for cases in results.values() for name in cases if name in PLANTED]
     waits = {
         strategy: [
             row for ranks in cases.values() for rank in ranks for row in rank["windows"].values()
@@ -362,6 +424,10 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Any]:
     rows = [row for rows in waits.values() for row in rows]
     return {
         "named_rightly": [sum(case[0].get("is_right", False) for case in cases), len(cases)],
+        "line_named_rightly": [
+            sum(case[0].get("is_line_right", False) for case in delayed),
+            len(delayed),
+        ],
         "agree_with_trace": [sum(row["agrees"] for row in rows), len(rows)],
         "straggler": {
             strategy: {case: ranks[0].get("named") for case, ranks in cases.items()}
@@ -382,6 +448,76 @@ def _differences(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def simulate(n_ranks: int) -> dict[str, Any]:
+    """Return the size of an exchange between so many ranks, and the time that it takes rank zero.
+
+    Each rank sends the totals, the lines and the windows of 10,000 steps.
+    """
+    chance, n = random.Random(0), 10_000
+    late = n_ranks // 2
+
+    def totals_of_rank(rank: int) -> RankTotals:
+        local = BatchMeans()
+        more_ms = 12.0 * (rank == late)
+        phases_ms = {name: ms * chance.uniform(0.98, 1.02) for name, ms in PHASES.items()}
+        phases_ms["data"] += more_ms
+        step_ms = sum(PHASES.values()) + 12.0
+        phases_ms["backward"] += (wait_ms := step_ms - sum(phases_ms.values()))
+        for number in range(n):
+            local.take(step_ms - wait_ms + chance.gauss(0.0, 0.3), wait_ms, number)
+        lines = [
+            LineTime(
+                f"`Block{i}.forward` (model.py:{20 * i})",
+                f"Block{i}.forward",
+                "GPT.forward",
+                round(chance.uniform(0.1, 0.2), 3),
+                round(chance.uniform(0.9, 1.0), 3),
+                round(chance.uniform(0.1, 0.2), 3),
+                0.02,
+                round(wait_ms / 11, 3),
+                "backward",
+            )
+            for i in range(11)
+        ]
+        if more_ms:
+            text = "`Augment.__call__` (data.py:31)"
+            name, caller = "Augment.__call__", "Dataset.__getitem__"
+            lines.insert(0, LineTime(text, name, caller, 12.1, 0.0, 12.1, 0.1, 0.0, ""))
+        totals = {**phases_ms, "step": step_ms, "backward/comm": wait_ms}
+        return RankTotals(
+            {name: (n * ms, n) for name, ms in totals.items()},
+            local.deviation_ms,
+            dict.fromkeys(PHASES, 0.25),
+            lines,
+            local.windows,
+        )
+
+    store = HashStore()
+    exchanges = [Exchange(store, rank, n_ranks) for rank in range(n_ranks)]
+    sent = {rank: totals_of_rank(rank) for rank in range(n_ranks)}
+    sizes = [len(encode(totals)) for totals in sent.values()]
+    since_s = time.perf_counter()
+    for rank, exchange in enumerate(exchanges):
+        exchange.send(sent[rank], n)
+    sent_s = time.perf_counter()
+    [(_, received)] = exchanges[0].arrived(wait=False)
+    received_s = time.perf_counter()
+    found = compare(received)
+    compared_s = time.perf_counter()
+    assert found is not None
+    assert found.straggler == late
+    return {
+        "ranks": n_ranks,
+        "steps": n,
+        "mean_bytes_per_rank": round(statistics.mean(sizes)),
+        "max_bytes_per_rank": max(sizes),
+        "send_ms_per_rank": round(1e3 * (sent_s - since_s) / n_ranks, 3),
+        "receive_ms": round(1e3 * (received_s - sent_s), 1),
+        "compare_ms": round(1e3 * (compared_s - received_s), 1),
+        "sentences": [found.sentence, *found.notes],
+    }
+
+
 def start(device: str) -> torch.device:
     """Join the process group of torchrun, and return the device of this rank."""
     if device == "cpu":
@@ -395,6 +531,10 @@ def start(device: str) -> torch.device:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.simulated_ranks:
+        header = {"host": ENVIRONMENT["host"](), "command": command()}
+        save(arguments.out, header | simulate(arguments.simulated_ranks))
+        return
     device = start(arguments.device)
     cycles = 0 if device.type == "cpu" else cycles_of(arguments.late_ms)
     results: dict[str, Any] = {}
@@ -432,4 +572,5 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--late-ms", type=float, default=17.0)
+    parser.add_argument("--simulated-ranks", type=int, default=0)
     main(parser.parse_args())

@@ -34,6 +34,7 @@ __all__ = [
     "PhaseSummary",
     "PhaseTimeMetric",
     "ProportionalStep",
+    "RankHistory",
     "RankStats",
     "RankSummary",
     "Run",

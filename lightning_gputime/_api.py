@@ -18,6 +18,7 @@ from lightning_gputime._measurement.measurement import TrainingSetup as Training
 from lightning_gputime._measurement.memory import MemorySummary as MemorySummary
 from lightning_gputime._measurement.observers import Section as Section
 from lightning_gputime._measurement.observers import StepObserver as StepObserver
+from lightning_gputime._measurement.ranks import RankHistory as RankHistory
 from lightning_gputime._measurement.ranks import RankStats as RankStats
 from lightning_gputime._measurement.ranks import RankSummary as RankSummary
 from lightning_gputime._measurement.slow import Cause as Cause

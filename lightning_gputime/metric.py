@@ -91,9 +91,9 @@ class PhaseTimeMetric(Metric):
 
         `<phase>_ms` is the mean over all steps of all ranks. `<phase>_min_ms` and `<phase>_max_ms`
         are the smallest and the largest mean of a rank (all in milliseconds), and
-        `<phase>_slowest_rank` is the rank of the largest. `local` is the step without its `comm`.
-        `slowest_rank` is the rank whose local time exceeds the others' by 5 % of a step or more
-        and by more than the ranks' noise; else -1. See `RankSummary.slowest_rank`.
+        `<phase>_max_rank` is the rank of the largest. `local` is the step without its `comm`.
+        `straggler` is the rank whose local time exceeds the others' by 5 % of a step or more
+        and by more than the ranks' noise; else -1. See `RankSummary.straggler`.
         """
         shape = (-1, len(self._names) + 1)
         rows = zip(
@@ -109,9 +109,9 @@ class PhaseTimeMetric(Metric):
             return {}
         values: dict[str, float] = {}
         for name, row in ranks.rows.items():
-            values |= {f"{name}_ms": row.mean_ms, f"{name}_slowest_rank": row.slowest_rank}
+            values |= {f"{name}_ms": row.mean_ms, f"{name}_max_rank": row.max_rank}
             values |= {f"{name}_min_ms": row.min_ms, f"{name}_max_ms": row.max_ms}
-        values["slowest_rank"] = -1 if ranks.slowest_rank is None else ranks.slowest_rank
+        values["straggler"] = -1 if ranks.straggler is None else ranks.straggler
         return {key: torch.tensor(value) for key, value in values.items()}
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = "") -> "PhaseTimeMetric":

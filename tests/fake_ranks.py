@@ -1,20 +1,22 @@
 """Other ranks and streams with known times on a fake GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, between_batches, steps, work
-from fake_loop import Loop
+from fake_loop import Loop, hooks
 from fake_loop import train as train_loop
 from torch import Tensor, distributed
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import FakeWork, HashStore
 from torch.distributed import ProcessGroup, Work, _functional_collectives
 
-from lightning_gputime import phase
+from lightning_gputime import GPUPhaseHooks, phase
+from lightning_gputime._session.ranks import Exchange
 from lightning_gputime._timer import Timer
 
 COMM_MS = 3.0
@@ -152,6 +154,31 @@ class Shared(Loop):
         work(y, self.gpu, 0.5, 0.25).sum().backward()
         self.come_to("optimizer")
         self.update()
+
+
+def train_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    bodies: Sequence[Callable[[Loop, Tensor], object]],
+    n: int = 40,
+    of_ranks: Mapping[int, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> GPUPhaseHooks:
+    """Train a rank with each body, one after the other, and return the timer of rank zero.
+
+    Each has its own fake GPU, and they exchange their times through a real store. `of_ranks` are
+    options of some of the ranks.
+    """
+    store = HashStore()
+    for rank, body in [*enumerate(bodies)][::-1]:
+        open_exchange = partial(Exchange, store, rank, len(bodies))
+        monkeypatch.setattr("lightning_gputime._session.ranks.open_exchange", open_exchange)
+        loop = Loop(FakeGPU())
+        given = {"lines": True, "every_n_steps": 1, **options, **(of_ranks or {}).get(rank, {})}
+        with hooks(loop, **given) as timer:
+            for number, x in enumerate(timer.steps(loop.batches(n))):
+                loop.number = number
+                body(loop, x)
+    return timer
 
 
 def train(loop: Loop, n: int = 3, **options: Any) -> list[dict[str, float]]:

@@ -60,9 +60,9 @@ def train(case: str, rank: int) -> dict[str, Any]:
     comm = summary.rows.get("backward/comm")
     return {
         "sentence": summary.ranks.sentence if summary.ranks is not None else "",
-        "behind_median_ms": summary.ranks.behind_median_ms if summary.ranks is not None else 0.0,
+        "excess_ms": summary.ranks.excess_ms if summary.ranks is not None else 0.0,
         "comm_ms": comm.mean_ms if comm is not None else 0.0,
-        "logged": metrics.get("phase_time/ranks/slowest_rank"),
+        "logged": metrics.get("phase_time/ranks/straggler"),
         "seconds": time.monotonic() - start,
     }
 

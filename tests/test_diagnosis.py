@@ -694,8 +694,8 @@ def test_verdict_holds_in_both_halves_of_the_run(
 
 def measured_with(entry: str) -> Measurement:
     """Return a measurement whose bottleneck is one entry of the time breakdown."""
-    if entry == "the slowest rank":
-        ranks = RankSummary({}, (0, 1), slowest_rank=1, behind_median_ms=6.0, phase="backward")
+    if entry == "the straggler":
+        ranks = RankSummary({}, (0, 1), straggler=1, excess_ms=6.0, phase="backward")
         return on_gpu({"backward/comm": 8.0, "backward": 12.0}, ranks=ranks)
     if entry == "other ranks":
         return on_gpu({"data/comm": 8.0, "data": 12.0})
@@ -716,9 +716,9 @@ def test_every_bottleneck_has_advice(entry: str) -> None:
     assert breakdown[entry].advice
 
 
-SLOWEST = RankSummary({}, (0, 1), slowest_rank=1, phase="data", behind_median_ms=6.0)
-SUSPECT = replace(SLOWEST, slowest_rank=None, phase="forward", suspect=1, error_ms=2.0)
-IS_SLOWEST = "speed up rank 1 in `data`: all other ranks wait for it"
+STRAGGLER = RankSummary({}, (0, 1), straggler=1, phase="data", excess_ms=6.0)
+SUSPECT = replace(STRAGGLER, straggler=None, phase="forward", suspect=1, error_ms=2.0)
+IS_STRAGGLER = "speed up rank 1 in `data`: all other ranks wait for it"
 IS_SUSPECT = (
     "rank 1 may cause this wait: it takes 6 ms ± 2 ms longer per step than the others, in"
     " `forward`; time more steps to be certain"
@@ -728,12 +728,12 @@ IS_SUSPECT = (
 @pytest.mark.parametrize(
     ("ranks", "code", "entry", "end", "text"),
     [
-        (SLOWEST, "straggler-bound", "the slowest rank", "", IS_SLOWEST),
+        (STRAGGLER, "straggler-bound", "the straggler", "", IS_STRAGGLER),
         (SUSPECT, "communication-bound", "communication", "; rank 1 may be the cause", IS_SUSPECT),
     ],
-    ids=["slowest rank", "suspected rank"],
+    ids=["straggler", "suspected straggler"],
 )
-def test_slowest_or_suspected_rank_is_named(
+def test_straggler_or_suspected_straggler_is_named(
     ranks: RankSummary, code: str, entry: str, end: str, text: str
 ) -> None:
     diagnosis, _ = diagnosed(on_gpu({"backward": 14.0, "backward/comm": 7.0}, ranks=ranks))

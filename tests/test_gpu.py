@@ -1,6 +1,7 @@
 """Tests on a real GPU: times, host waits, graphs, lines, pace and strategies."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -400,7 +401,7 @@ def test_strategies_are_timed_on_two_gpus(strategy: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2"])
-def test_slowest_rank_is_named_under_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
+def test_straggler_is_named_under_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     if strategy != "ddp":
@@ -408,7 +409,8 @@ def test_slowest_rank_is_named_under_strategies_on_two_gpus(strategy: str, tmp_p
     run(Path(__file__).parent / "gpu_run.py", strategy, tmp_path, "late")
     sentence = (tmp_path / "sentence.txt").read_text()
     assert sentence.startswith("rank 1 is ")
-    assert sentence.endswith("per step slower than the median of the others, in loss")
+    # With three examined steps, the line is named instead of the phase.
+    assert re.search(r"the others, in (loss|`.*training_step` .*, GPU-paced)$", sentence)
 
 
 def test_updates_in_the_backward_thread_are_optimizer() -> None:

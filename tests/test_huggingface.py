@@ -601,7 +601,7 @@ def test_two_ranks_are_compared_in_the_table_and_in_the_log(tmp_path: Path) -> N
     assert "DistributedDataParallel" in printed
     assert "min - max (rank)" in printed
     assert "\n  comm " in printed
-    for name in ("backward/comm", "data/comm", "ranks/slowest_rank"):
+    for name in ("backward/comm", "data/comm", "ranks/straggler"):
         assert f"phase_time/{name}" in printed
 
 

@@ -668,7 +668,7 @@ def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runne
 def test_run_compares_the_ranks_of_a_plain_loop(run: Runner) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "train.py")
     _, err = run(LATE_RANK, *RUN, *torchrun)
-    assert "straggler-bound: `the slowest rank` takes" in err
+    assert "straggler-bound: `the straggler` takes" in err
     assert "speed up rank 1 in `data`: all other ranks wait for it" in err
 
 

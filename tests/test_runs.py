@@ -216,7 +216,7 @@ FORWARD_MS = "summary/rows/forward/mean_ms"
     ("place", "value", "message"),
     [
         ("format", "other", "its format is not 'lightning_gputime run'"),
-        ("version", 3, "its version is 3, .* reads versions 5 and 6: update"),
+        ("version", 3, "its version is 3, .* reads versions 5 to 7: update"),
         ("history", REMOVED, "it has no 'history'"),
         ("history/phases", REMOVED, "it has no 'phases'"),
         ("summary", REMOVED, "it has no 'summary'"),

@@ -65,6 +65,10 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [] if old == new else [path]
 
 
+OF_RANKS = ("slow", "slowest_rank", "behind_median_ms", "rows.forward.slowest_rank")
+RENAMED = {".version", *(f".summary.ranks.{name}" for name in OF_RANKS)}
+"""Values of older files that have other names in this version."""
+
 REMOVED = {
     "5.0": {
         *(f".summary.memory.{name}" for name in ("at_step", "peak_mib", "start_mib", "steps")),
@@ -72,11 +76,12 @@ REMOVED = {
         ".summary.step.peak_mib",
     },
     "5": {
-        ".version",
+        *RENAMED,
         *(f".setup.{name}" for name in ("classes", "costly_settings", "has_parts")),
         *(f".summary.{name}" for name in ("culprits", "probe_failure", "probed_steps")),
         *(f".summary.{row}.gpu_busy_mean_ms" for row in ("rows.forward", "step")),
     },
+    "6": RENAMED,
 }
 """Values of older files that this version no longer has, by version."""
 
@@ -94,6 +99,10 @@ def test_saved_file_of_each_version_is_read(
     new = json.loads(json.dumps(without_derived(saved.to_json(run))))
     removed = REMOVED.get(version, set()) | REMOVED.get(f"{version}.{minor}", set())
     assert {*differences(without_derived(old), new)} == removed
+    ranks = run.summary().ranks
+    assert ranks is not None
+    assert (ranks.straggler, ranks.stragglers, ranks.excess_ms) == (30, (30,), 1.5)
+    assert ranks.rows["forward"].max_rank == 30
 
 
 def test_newest_saved_file_has_every_field() -> None:

@@ -13,7 +13,7 @@ SENTENCE = "rank 1 is 3 ms per step slower than the median of the others, in dat
 LOGGED = {
     "phase_time/ranks/data_min_ms": 1.0,
     "phase_time/ranks/data_max_ms": 4.0,
-    "phase_time/ranks/slowest_rank": 1,
+    "phase_time/ranks/straggler": 1,
 }
 """Values that rank zero logs for two ranks."""
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_gputime import GPUPhaseHooks
 
-LATE_MS, WARMUP, STEPS = 40.0, 2, 10
+LATE_MS, WARMUP, STEPS = 40.0, 2, 22
+EXAMINED = 6  # Three examined steps and the step after each, which are in no statistics.
 WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 2
 PLACES = ("nobody", "data", "forward", "third layer", "backward", "optimizer")
 
@@ -188,7 +189,7 @@ def measured_by(timer: GPUPhaseHooks) -> dict[str, Any]:
 
     Local times are minima over steps, because a busy machine makes steps longer.
     """
-    history = timer.history()[-(STEPS - WARMUP) :]
+    history = timer.history()[WARMUP:]
     steps_ms = {
         name.removesuffix("_ms"): np.nan_to_num(history[name])
         for name in history.dtype.names or ()
@@ -205,7 +206,7 @@ def measured_by(timer: GPUPhaseHooks) -> dict[str, Any]:
         "local_ms": {name: float(np.min(ms)) for name, ms in local_ms.items()},
     }
     if (ranks := timer.summary().ranks) is not None:
-        names = ("slowest_rank", "suspect", "phase", "sentence")
+        names = ("straggler", "suspect", "phase", "line", "sentence")
         found |= {name: getattr(ranks, name) for name in names}
     return found
 

@@ -436,9 +436,7 @@ def syncs_gradients(module: nn.Module) -> bool:
     return bool(_SYNCS_GRADS.of(module, True))
 
 
-_STORE = Name(
-    "torch.distributed.distributed_c10d._get_default_store", "the slowest rank (sync_ranks)"
-)
+_STORE = Name("torch.distributed.distributed_c10d._get_default_store", "the straggler (sync_ranks)")
 
 
 def default_store() -> Any:

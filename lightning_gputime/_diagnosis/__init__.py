@@ -49,7 +49,7 @@ OVERHEAD_BOUND = "overhead-bound"  # Code outside of steps.
 TRANSFER_HOOKS = "data (transfer hooks)"  # `data` without its parts fetch and copy.
 COMMUNICATION = "communication"
 OTHER_RANKS = "other ranks"
-SLOWEST_RANK = "the slowest rank"
+STRAGGLER = "the straggler"
 SLOW = "slow steps: "
 COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
 ALLOCATOR, CONTENTION = f"{SLOW}the allocator", f"{SLOW}{OFF_CPU}"
@@ -65,7 +65,7 @@ CODES: Mapping[str, str] = {
     **dict.fromkeys((DATA, FETCH, TRANSFER_HOOKS, COPY), INPUT_BOUND),
     COMMUNICATION: COMMUNICATION_BOUND,
     OTHER_RANKS: STRAGGLER_BOUND,
-    SLOWEST_RANK: STRAGGLER_BOUND,
+    STRAGGLER: STRAGGLER_BOUND,
     **dict.fromkeys((COLLECTIONS, COMPILATIONS, ALLOCATOR, CONTENTION), HOST_BOUND),
     **dict.fromkeys(
         (

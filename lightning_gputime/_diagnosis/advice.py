@@ -12,8 +12,8 @@ from lightning_gputime._diagnosis import (
     MIN_PART,
     MODEL_PHASES,
     OTHER_RANKS,
-    SLOWEST_RANK,
     STANDARD_PHASES,
+    STRAGGLER,
     TRANSFER_HOOKS,
     Advice,
     Case,
@@ -277,9 +277,9 @@ def _pin_memory(setup: TrainingSetup, reason: str = "") -> Advice:
 
 def _speed_up_rank(case: Case) -> Iterator[Advice]:
     if (ranks := case.m.ranks) is not None:
-        rank, phase = ranks.slowest_rank, ranks.phase
-        text = f"speed up rank {rank} in `{phase}`: all other ranks wait for it"
-        yield Advice("slowest_rank", text, {"rank": rank, "phase": phase})
+        rank, phase = ranks.straggler, ranks.phase
+        text = f"speed up rank {rank} in {ranks.where}: all other ranks wait for it"
+        yield Advice("straggler", text, {"rank": rank, "phase": phase})
 
 
 def _communicate_less(case: Case) -> Iterator[Advice]:
@@ -287,8 +287,8 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
         error = f" ± {duration(ranks.error_ms)}" if ranks.error_ms is not None else ""
         text = (
             f"rank {ranks.suspect} may cause this wait: it takes"
-            f" {duration(ranks.behind_median_ms)}{error} longer per step than the others, in"
-            f" `{ranks.phase}`; time more steps to be certain"
+            f" {duration(ranks.excess_ms)}{error} longer per step than the others, in"
+            f" {ranks.where}; time more steps to be certain"
         )
         yield Advice("suspect_rank", text, {"rank": ranks.suspect, "phase": ranks.phase})
     has_room = case.m.memory is None or case.m.memory.share <= _MAX_MEMORY_SHARE
@@ -412,7 +412,7 @@ _RULES: Mapping[str, Rule] = {
     TRANSFER_HOOKS: _move_to_workers,
     COPY: _copy_faster,
     COMMUNICATION: _communicate_less,
-    SLOWEST_RANK: _speed_up_rank,
+    STRAGGLER: _speed_up_rank,
     OTHER_RANKS: _always(
         "other_ranks", "find the rank with the slowest loader or callbacks: all others wait for it"
     ),

@@ -16,8 +16,8 @@ from lightning_gputime._diagnosis import (
     NOT_SAMPLED,
     OTHER_RANKS,
     SLOW,
-    SLOWEST_RANK,
     STANDARD_PHASES,
+    STRAGGLER,
     TIMING,
     TRANSFER_HOOKS,
     Entry,
@@ -184,10 +184,10 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
     missing_share = (compiled_share if compiled_share >= 0.2 else 0.0) - groups[COMPILATIONS].share
     for name in model:
         missing_share -= move(name, COMPILATIONS, missing_share)
-    if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
-        # These are times of rank zero. It waits for the slowest rank, unless it is the slowest.
-        source = group_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
-        move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
+    if (ranks := m.ranks) is not None and ranks.straggler is not None:
+        # These are times of rank zero. It waits for the straggler, unless it is the straggler.
+        source = group_of(ranks.phase) if ranks.straggler == 0 else COMMUNICATION
+        move(source, STRAGGLER, ranks.excess_ms / m.step.mean_ms)
     added = m.added_share or 0.0
     for name in model:
         added -= move(name, TIMING, added)

@@ -2,14 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.sums import Sums, largest_part
 from lightning_gputime._measurement.units import duration
+from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
+    BACKWARD,
     BETWEEN_BATCHES,
     COMM,
     DATA,
@@ -23,6 +29,17 @@ from lightning_gputime._phases import (
 STEP = "step"
 LOCAL = "local"
 
+_MIN_EXCESS = 0.05  # A straggler exceeds the median of the others by this fraction of their step,
+_MIN_ERRORS = 4.0  # and by this number of standard errors.
+# The speed of a host drifts for seconds, so each second is one sample of it.
+_HOST_SAMPLE_MS = 1000.0
+_MIN_PHASE = 0.1  # A phase with this fraction of the step shows the speed of a host.
+_MIN_FACTOR = 1.15  # A host or a GPU that needs this multiple for every line is slower.
+_MIN_LINE, _MIN_WHOLE = 0.5, 0.85  # Fraction of the excess in a line that is named.
+_MAX_LINES = 12  # Number of lines that a rank sends.
+_MAX_WINDOWS, _N_NEWEST = 64, 32  # Number of windows of steps, and of steps, that a rank sends.
+_MIN_WINDOWS = 8  # Number of windows, or steps, that show how the straggler changes.
+
 # Total time of each phase and of "step" (in milliseconds), and the number of steps in which it ran.
 PhaseTotals = Mapping[str, tuple[float, int]]
 
@@ -30,12 +47,54 @@ PhaseTotals = Mapping[str, tuple[float, int]]
 # Totals of one rank
 
 
+class LineTime(NamedTuple):
+    """Times of a line or a function on a rank, per step (in milliseconds)."""
+
+    text: str  # Its name, such as "`Augment.__call__` (data.py:31)".
+    function: str  # Qualified names of the function, and of the function that calls it.
+    caller: str
+    host_ms: float  # Local time in which the host set the pace, and in which the GPU did.
+    gpu_ms: float
+    busy_ms: float  # Time of the host without waits for the GPU.
+    error_ms: float  # Half the width of the 95 % interval of the time.
+    wait_ms: float  # Time in which the line waits for other ranks, and the phase with most of it.
+    wait_phase: str
+
+    @property
+    def local_ms(self) -> float:
+        return self.host_ms + self.gpu_ms
+
+
+class StepWindows(NamedTuple):
+    """Mean times of a rank in windows of consecutive timed steps (in milliseconds)."""
+
+    steps: int  # Number of steps in each window.
+    first: Sequence[int]  # Number of the first step of each window; only on rank zero.
+    local_ms: Sequence[float]
+    wait_ms: Sequence[float]  # Waits for other ranks.
+    newest_ms: Sequence[float]  # Local time of each of the newest steps.
+    n: int  # Number of all steps.
+
+
 @dataclass(frozen=True, slots=True)
 class RankTotals:
-    """Sums over the steps of a rank, which the rank sends to rank zero."""
+    """Sums over the steps of a rank, which the rank sends to rank zero.
+
+    Attributes:
+        phases: See `PhaseTotals`.
+        deviation_ms: See `BatchMeans.deviation_ms`.
+        host_shares: Fraction of each phase in which the host set the pace; empty if unknown. Then
+            the host may have set the pace of all of it.
+        lines: Its longest lines; empty if unknown. None if they have not changed since they were
+            sent.
+        windows: Its times over the run. None if they have not changed since they were sent.
+    """
 
     phases: PhaseTotals
-    deviation_ms: float = 0.0  # See `BatchMeans.deviation_ms`.
+    deviation_ms: float = 0.0
+    host_shares: Mapping[str, float] = field(default_factory=dict)
+    lines: Sequence[LineTime] | None = None
+    windows: StepWindows | None = None
 
     @property
     def steps(self) -> int:
@@ -48,33 +107,61 @@ class RankTotals:
 
 
 class BatchMeans:
-    """Noise of a rank's local time, which excludes waiting for other ranks.
+    """Local time of a rank, and its waits for other ranks, in blocks of steps.
 
-    Delays of a rank may last for hundreds of steps, so successive steps are correlated, but means
-    over long blocks are not. The block length doubles as the run grows: "dynamic batch means", Yeh
-    and Schmeiser (2000).
+    They show the noise of the local time. Delays of a rank may last for hundreds of steps, so
+    successive steps are correlated, but means over long blocks are not. The block length doubles as
+    the run grows: "dynamic batch means", Yeh and Schmeiser (2000).
     """
 
     def __init__(self) -> None:
         self._length = 1  # Number of steps in a block.
-        self._means_ms: list[float] = []  # Mean local time of each full block.
-        self._open_ms, self._n_open = 0.0, 0  # Local time and number of steps after these blocks.
+        # Of each full block: mean local time, mean wait, and number of the first step.
+        self._means_ms: list[float] = []
+        self._waits_ms: list[float] = []
+        self._first: list[int] = []
+        # Local time, wait, and number of steps after these blocks.
+        self._open_ms, self._open_wait_ms, self._n_open = 0.0, 0.0, 0
+        self._open_first = 0
+        self._newest_ms = deque[float](maxlen=_N_NEWEST)
+        self._n = 0
 
     def add(self, steps: Iterable[StepRecord]) -> None:
         for step in steps:
-            self.take(sum(map(step.device_ms.__getitem__, _local_marks(step.labels))))
+            local, waits = _local_marks(step.labels)
+            ms = step.device_ms
+            local_ms = sum(map(ms.__getitem__, local))
+            self.take(local_ms, sum(map(ms.__getitem__, waits)) if waits else 0.0, step.number)
 
-    def take(self, local_ms: float) -> None:
-        """Add the local time of the next step."""
+    def take(self, local_ms: float, wait_ms: float = 0.0, number: int = 0) -> None:
+        """Add the local time and the wait of the next step, which has this number."""
+        if not self._n_open:
+            self._open_first = number
         self._open_ms += local_ms
+        self._open_wait_ms += wait_ms
         self._n_open += 1
+        self._n += 1
+        self._newest_ms.append(local_ms)
         if self._n_open < self._length:
             return
         self._means_ms.append(self._open_ms / self._length)
-        self._open_ms, self._n_open = 0.0, 0
-        if len(self._means_ms) == 64:
+        self._waits_ms.append(self._open_wait_ms / self._length)
+        self._first.append(self._open_first)
+        self._open_ms, self._open_wait_ms, self._n_open = 0.0, 0.0, 0
+        if len(self._means_ms) == _MAX_WINDOWS:
             self._means_ms = _pair_means(self._means_ms)
+            self._waits_ms = _pair_means(self._waits_ms)
+            self._first = self._first[::2]
             self._length *= 2
+
+    @property
+    def windows(self) -> StepWindows:
+        """The blocks, rounded to microseconds."""
+        local_ms, waits_ms, newest_ms = (
+            [round(ms, 3) for ms in each]
+            for each in (self._means_ms, self._waits_ms, self._newest_ms)
+        )
+        return StepWindows(self._length, [*self._first], local_ms, waits_ms, newest_ms, self._n)
 
     @property
     def deviation_ms(self) -> float:
@@ -101,10 +188,11 @@ def _pair_means(means: list[float]) -> list[float]:
 
 
 @lru_cache(maxsize=256)
-def _local_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the indices of the marks that start local time."""
-    phases_of_marks = resolve_labels(labels)
-    return tuple(i for i, names in enumerate(phases_of_marks) if names and not is_wait(names[-1]))
+def _local_marks(labels: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the indices of the marks that start local time, and that start a wait."""
+    phases_of_marks = [(i, names) for i, names in enumerate(resolve_labels(labels)) if names]
+    waits = tuple(i for i, names in phases_of_marks if is_wait(names[-1]))
+    return tuple(i for i, _ in phases_of_marks if i not in waits), waits
 
 
 def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
@@ -120,6 +208,32 @@ def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
     )
 
 
+def line_times(rows: Iterable[LineRow]) -> list[LineTime]:
+    """Return the times of the longest lines in steps."""
+    found = []
+    for row in rows:
+        if row.entry or not row.function:
+            continue
+        local = [part for name, part in row.phases.items() if not is_wait(name)]
+        waits_ms = {name: part.ms for name, part in row.phases.items() if is_wait(name)}
+        host_ms = sum(part.host_ms for part in local)
+        wait_phase = max(waits_ms, key=waits_ms.__getitem__, default="").rpartition("/")[0]
+        found.append(
+            LineTime(
+                str(row),
+                row.function,
+                row.path[-1].partition(" (")[0] if row.path else "",
+                round(host_ms, 3),
+                round(sum(part.gpu_ms for part in local), 3),
+                round(row.busy_ms or host_ms, 3),  # Only known on a GPU.
+                round(row.error_ms, 3),
+                round(sum(waits_ms.values()), 3),
+                wait_phase,
+            )
+        )
+    return sorted(found, key=lambda line: -line.local_ms - line.wait_ms)[:_MAX_LINES]
+
+
 def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
     """Return a rank's totals minus its totals `before`."""
     if before is None:
@@ -129,7 +243,7 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
         ms_before, n_before = before.phases.get(name, (0.0, 0))
         if n > n_before:
             phases[name] = ms - ms_before, n - n_before
-    return RankTotals(phases, now.deviation_ms)
+    return replace(now, phases=phases)
 
 
 # Comparison of all ranks
@@ -143,13 +257,30 @@ class RankStats:
         min_ms: Shortest of the ranks' means (in milliseconds).
         mean_ms: Mean over the steps of all ranks (in milliseconds).
         max_ms: Longest of the ranks' means (in milliseconds).
-        slowest_rank: Rank with the longest mean.
+        max_rank: Rank with the longest mean.
     """
 
     min_ms: float
     mean_ms: float
     max_ms: float
-    slowest_rank: int
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankHistory:
+    """Times of each rank over the run, in windows of consecutive timed steps.
+
+    Attributes:
+        steps: Number of timed steps in each window.
+        first: Number of the first step of each window.
+        local_ms: Mean local time by rank and window (in milliseconds). NaN if it did not arrive.
+        wait_ms: Mean wait for other ranks by rank and window (in milliseconds).
+    """
+
+    steps: int
+    first: tuple[int, ...]
+    local_ms: tuple[tuple[float, ...], ...]
+    wait_ms: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,41 +288,62 @@ class RankSummary:
     """Comparison of all ranks.
 
     The local time of a rank is its step time without `backward/comm` and similar phases, in which
-    it waits for other ranks. In a pipeline, the rank with the longest stage is the slowest.
+    it waits for other ranks. In a pipeline, the rank with the longest stage is the straggler.
 
     Attributes:
         rows: Statistics of each phase that ran, of "step" and of "local".
         ranks: Ranks that took part, in order.
-        slowest_rank: Rank with the longest local time, if it exceeds the median of the other ranks
-            by 5 % of their median step or more, and by more than 4 standard errors; else None. The
-            standard error is estimated from means over blocks of steps ("batch means").
-        behind_median_ms: Longest local time minus the median of the other ranks (in milliseconds).
+        straggler: Rank with the longest local time, if it exceeds the median of the other ranks by
+            5 % of their median step or more, and by more than 4 standard errors; else None. The
+            standard error is estimated from means over blocks of steps ("batch means"). If the host
+            sets the pace, it includes how much the speed of a host may drift.
+        excess_ms: Longest local time minus the median of the other ranks (in milliseconds).
         phase: Phase with the largest part of this difference; for `data`, a sub-phase if known.
-        sentence: Sentence on the slow ranks; empty if no rank is slow.
-        slow: All ranks whose local time is closer to the slowest rank than to the median; empty if
-            `slowest_rank` is None. Several slow ranks point to a common cause, such as a longer
+        sentence: Sentence on the stragglers; empty if there is none.
+        stragglers: All ranks whose local time is closer to the straggler than to the median; empty
+            if `straggler` is None. Several stragglers point to a common cause, such as a longer
             stage of a pipeline.
         suspect: Rank with the longest local time, if it exceeds the median by 5 % or more as above,
-            but not by enough standard errors to be `slowest_rank`; else None.
-        error_ms: Standard error of `behind_median_ms` (in milliseconds; None if unknown).
+            but not by enough standard errors to be the `straggler`; else None.
+        error_ms: Standard error of `excess_ms` (in milliseconds; None if unknown).
+        line: Line with at least half of the excess, such as "`Augment.__call__` (data.py:31)";
+            empty if unknown.
+        line_ms: Excess of the straggler in this line (in milliseconds).
+        factor: Multiple of the others' time that the straggler needs for every line; None if its
+            lines differ.
+        pattern: "same" if one rank is last all the time, "rotating" if it is another rank each
+            time, "transient" if a rank is last in a few steps only; empty if unknown.
+        notes: Sentences on the pattern, and on the line in which other ranks wait.
+        history: Times over the run, by rank.
     """
 
     rows: Mapping[str, RankStats]
     ranks: tuple[int, ...]
-    slowest_rank: int | None
-    behind_median_ms: float
+    straggler: int | None
+    excess_ms: float
     phase: str
     sentence: str = ""
-    slow: tuple[int, ...] = ()
+    stragglers: tuple[int, ...] = ()
     suspect: int | None = None
     error_ms: float | None = None
+    line: str = ""
+    line_ms: float = 0.0
+    factor: float | None = None
+    pattern: str = ""
+    notes: tuple[str, ...] = ()
+    history: RankHistory | None = None
+
+    @property
+    def where(self) -> str:
+        """Line of the straggler, or its phase if the line is unknown."""
+        return self.line or f"`{self.phase}`"
 
     def metrics(self) -> dict[str, float]:
-        """Return the values to log; `slowest_rank` is -1 if no rank is slow."""
+        """Return the values to log; `straggler` is -1 if there is none."""
         metrics: dict[str, float] = {}
         for name, row in self.rows.items():
             metrics |= {f"{name}_max_ms": row.max_ms, f"{name}_min_ms": row.min_ms}
-        metrics["slowest_rank"] = -1.0 if self.slowest_rank is None else float(self.slowest_rank)
+        metrics["straggler"] = -1.0 if self.straggler is None else float(self.straggler)
         return metrics
 
 
@@ -200,13 +352,18 @@ class RankResults:
 
     def __init__(self) -> None:
         self._summary: RankSummary | None = None
+        self._totals: dict[int, RankTotals] | None = None  # Not compared yet.
         self._complete: Callable[[], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_complete": None}
 
     def add(self, summary: RankSummary | None) -> None:
-        self._summary = summary
+        self._summary, self._totals = summary, None
+
+    def compare_later(self, totals: Mapping[int, RankTotals]) -> None:
+        """Compare these totals when they are read: with many ranks, that takes 0.1 s."""
+        self._totals = dict(totals)
 
     def complete_later(self, complete: Callable[[], object]) -> None:
         """Set a function for the next `complete` to call: it waits for late ranks and adds them."""
@@ -217,6 +374,12 @@ class RankResults:
         complete, self._complete = self._complete, None
         if complete is not None:
             complete()
+        if (totals := self._totals) is not None:
+            try:
+                self.add(compare(totals))
+            except Exception as error:
+                self.add(None)
+                messages.warning("The times of the ranks are no longer compared: %r", error)
         return self._summary
 
 
@@ -228,7 +391,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     phases: dict[int, PhaseTotals] = {}
     # Time per step, without waits, of each top-level phase and sub-phase of `data`, and of "local".
     # With waits included, a step takes equally long on all ranks, so compare local work. Example:
-    # under DDP with one slow rank, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
+    # under DDP with one straggler, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
     # local work.
     local_ms: dict[int, dict[str, float]] = {}
     for rank, total in totals.items():
@@ -245,44 +408,294 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         }
         for name in filter(is_wait, ms):
             local_ms[rank][name.partition("/")[0]] -= ms[name]
-    slowest = max(local_ms, key=lambda rank: local_ms[rank][LOCAL])
-    # Exclude the slowest rank from the median. With two ranks, it would make up half of the median.
-    others = [rank for rank in totals if rank != slowest] or [slowest]
+    last = max(local_ms, key=lambda rank: local_ms[rank][LOCAL])
+    # Exclude this rank from the median. With two ranks, it would make up half of the median.
+    others = [rank for rank in totals if rank != last] or [last]
 
     def median_ms(name: str) -> float:
         return statistics.median(local_ms[rank].get(name, 0.0) for rank in others)
 
-    # Time of the slowest rank above the median of the others: of each phase, and in total.
-    excess_ms = {name: ms - median_ms(name) for name, ms in local_ms[slowest].items()}
-    total_ms = excess_ms.pop(LOCAL)
-    del excess_ms[STEP]
+    # Time of the last rank and of the median of the others: of each phase, and in total.
+    both_ms = {name: (ms, median_ms(name)) for name, ms in local_ms[last].items()}
+    excess_ms = {name: ms - usual_ms for name, (ms, usual_ms) in both_ms.items()}
+    total_ms, usual_step_ms = excess_ms.pop(LOCAL), both_ms[STEP][1]
+    del excess_ms[STEP], both_ms[STEP], both_ms[LOCAL]
     error_ms = math.hypot(
-        totals[slowest].error_ms, statistics.median(totals[rank].error_ms for rank in others)
+        totals[last].error_ms, statistics.median(totals[rank].error_ms for rank in others)
     )
-    is_large = total_ms >= 0.05 * median_ms(STEP)
-    is_slow = is_large and total_ms > 4.0 * error_ms
+
+    # If the host of the last rank needs longer for its other phases, too, then its speed differs.
+    # That may be by chance: in 40 steps bound by the host, one of two equal hosts needed 2.7 times
+    # as long as the other. Count the difference as an error that shrinks with the time measured.
+    def host_share(rank: int, name: str) -> float:
+        shares = totals[rank].host_shares
+        return shares.get(name, 0.0) if shares else 1.0
+
+    host_ms = {
+        name: (
+            ms * host_share(last, name),
+            usual_ms * statistics.median(host_share(rank, name) for rank in others),
+        )
+        for name, (ms, usual_ms) in both_ms.items()
+        if "/" not in name
+    }
+    longest = max(host_ms, key=lambda name: host_ms[name][0] - host_ms[name][1], default="")
+    ratios = [
+        ms / usual_ms
+        for name, (ms, usual_ms) in host_ms.items()
+        if name != longest and usual_ms >= _MIN_PHASE * usual_step_ms
+    ]
+    drift = max([1.0, *ratios]) - 1.0
+    drift_ms = min(drift * sum(usual_ms for _, usual_ms in host_ms.values()), max(total_ms, 0.0))
+    measured_ms = totals[last].phases[STEP][0]
+    drift_error_ms = drift_ms / math.sqrt(max(measured_ms / _HOST_SAMPLE_MS, 1.0))
+    min_ms = _MIN_EXCESS * usual_step_ms
+    beyond_drift_ms = total_ms - drift_ms
+    is_large = total_ms >= min_ms
+    is_certain = total_ms > _MIN_ERRORS * math.hypot(error_ms, drift_error_ms)
+    # The drift of a host is not exactly the same in all phases.
+    is_beyond = beyond_drift_ms >= max(min_ms, drift_ms)
+    is_certain |= is_beyond and beyond_drift_ms > _MIN_ERRORS * error_ms
+    is_straggler = is_large and is_certain
+    error_ms = math.hypot(error_ms, drift_error_ms)
+
     phase, rows = largest_part(excess_ms), _rows(phases)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
-    where = f"{phase} compute" if has_waits else phase
-    # Local time halfway between the slowest rank and the median of the others.
-    threshold_ms = local_ms[slowest][LOCAL] - total_ms / 2
-    slow = tuple(rank for rank in totals if is_slow and local_ms[rank][LOCAL] >= threshold_ms)
-    subject = f"rank {slowest} is"
-    if len(slow) > 1:
-        more = f" and {len(slow) - 8} more" if len(slow) > 8 else ""
-        subject = f"ranks {', '.join(map(str, slow[:8]))}{more} are up to"
-    excess = f"{duration(total_ms)} per step slower than the median of the others, in {where}"
+    where = f"in {phase} compute" if has_waits else f"in {phase}"
+    # Local time halfway between the last rank and the median of the others.
+    threshold_ms = local_ms[last][LOCAL] - total_ms / 2
+    stragglers = tuple(
+        rank for rank in totals if is_straggler and local_ms[rank][LOCAL] >= threshold_ms
+    )
+    line, factor, line_ms = None, None, 0.0
+    is_host = sum(ms - usual_ms for ms, usual_ms in host_ms.values()) >= 0.5 * total_ms
+    if is_large:
+        factor = _factor(totals, last, others, total_ms, is_host)
+    if is_large and factor is None:
+        line, line_ms = _longest_line(totals, last, others)
+        if line_ms < _MIN_LINE * total_ms:
+            line, line_ms = None, 0.0
+    if line is not None:
+        mostly = "" if line_ms >= _MIN_WHOLE * total_ms else "mostly "
+        where = f"{mostly}in {line.text}"
+        # Without a GPU, the host sets the pace of all lines.
+        if any(item.gpu_ms for total in totals.values() for item in total.lines or ()):
+            where += ", host-paced" if line.host_ms >= line.gpu_ms else ", GPU-paced"
+    elif factor is not None:
+        causes = "its CPU is shared or slower"
+        if not is_host:
+            causes = "its clocks are lower, or its batches larger"
+        need = f"its {'host' if is_host else 'GPU'} needs {factor:.1f} times as long for every line"
+        where = f"because {need}: {causes}"
+    subject = f"rank {last} is"
+    if len(stragglers) > 1:
+        more = f" and {len(stragglers) - 8} more" if len(stragglers) > 8 else ""
+        subject = f"ranks {', '.join(map(str, stragglers[:8]))}{more} are up to"
+    excess = f"{duration(total_ms)} per step slower than the median of the others, {where}"
+    history = _history(totals)
+    pattern, note = "", ""
+    if history is not None:
+        pattern, note = _pattern(totals, history, stragglers, usual_step_ms)
+    notes = (note, _waits(totals, stragglers, usual_step_ms))
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
-        slowest_rank=slowest if is_slow else None,
-        behind_median_ms=total_ms,
+        straggler=last if is_straggler else None,
+        excess_ms=total_ms,
         phase=phase,
-        sentence=f"{subject} {excess}" if is_slow else "",
-        slow=slow,
-        suspect=slowest if is_large and not is_slow else None,
+        sentence=f"{subject} {excess}" if is_straggler else "",
+        stragglers=stragglers,
+        suspect=last if is_large and not is_straggler else None,
         error_ms=error_ms if math.isfinite(error_ms) else None,
+        line=line.text if line is not None else "",
+        line_ms=line_ms,
+        factor=factor,
+        pattern=pattern,
+        notes=tuple(filter(None, notes)),
+        history=history,
     )
+
+
+def _longest_line(
+    totals: Mapping[int, RankTotals], last: int, others: Sequence[int]
+) -> tuple[LineTime | None, float]:
+    """Return the line in which the last rank exceeds the others the most, and by how much.
+
+    Return None if it does not by more than the errors, or if most ranks have no lines.
+    """
+    with_lines = [rank for rank in others if totals[rank].lines]
+    own = totals[last].lines or ()
+    if 2 * len(with_lines) < len(others):
+        return None, 0.0
+    texts = {line.text for line in own}
+
+    def usual_ms(rank: int, line: LineTime) -> float:
+        """Return the time of a line on another rank, whose rows may be divided in another way."""
+        lines = totals[rank].lines or ()
+        same = [other for other in lines if other.text == line.text]
+        if not same:
+            named = [other for other in lines if other.function == line.function]
+            same = [other for other in named if other.text not in texts]
+        if same:
+            return sum(other.local_ms for other in same)
+        # Its time may be part of the line that calls it.
+        caller_ms = sum(other.local_ms for other in lines if other.function == line.caller)
+        caller_ms -= sum(other.local_ms for other in own if other.function == line.caller)
+        # If not all lines were sent, it is at most as long as the shortest of them.
+        shortest_ms = lines[-1].local_ms + lines[-1].wait_ms if len(lines) == _MAX_LINES else 0.0
+        return max(caller_ms, shortest_ms, 0.0)
+
+    longest, longest_ms = None, 0.0
+    for line in own:
+        ms = line.local_ms - statistics.median(usual_ms(rank, line) for rank in with_lines)
+        if ms > max(longest_ms, line.error_ms):
+            longest, longest_ms = line, ms
+    return longest, longest_ms
+
+
+def _factor(
+    totals: Mapping[int, RankTotals],
+    last: int,
+    others: Sequence[int],
+    total_ms: float,
+    is_host: bool,
+) -> float | None:
+    """Return the multiple of the others' time that the last rank needs for every line, or None.
+
+    With `is_host`, compare the time of the host, else that of the GPU.
+    """
+    by_rank = {
+        rank: {
+            line.text: line.busy_ms if is_host else line.gpu_ms for line in totals[rank].lines or ()
+        }
+        for rank in totals
+    }
+    with_lines = [rank for rank in others if by_rank[rank]]
+    if 2 * len(with_lines) < len(others):
+        return None
+    both_ms = [
+        (ms, statistics.median(by_rank[rank].get(text, 0.0) for rank in with_lines))
+        for text, ms in by_rank[last].items()
+    ]
+    usual_ms = sum(usual for _, usual in both_ms)
+    both_ms = [(ms, usual) for ms, usual in both_ms if usual > 0 and usual >= 0.05 * usual_ms]
+    if len(both_ms) < 3:
+        return None
+    factor = sum(ms for ms, _ in both_ms) / sum(usual for _, usual in both_ms)
+    more = factor - 1
+    is_uniform = all(1 + 0.5 * more <= ms / usual <= 1 + 2 * more for ms, usual in both_ms)
+    explains = more * usual_ms >= _MIN_LINE * total_ms
+    return factor if factor >= _MIN_FACTOR and is_uniform and explains else None
+
+
+def _history(totals: Mapping[int, RankTotals]) -> RankHistory | None:
+    """Return the windows of all ranks; None if those of fewer than two ranks have arrived.
+
+    Windows of another length than those of rank zero are of fewer steps, and are left out.
+    """
+    own = next((total.windows for total in totals.values() if total.windows), None)
+    if own is None or not own.first:
+        return None
+    n = len(own.first)
+    local_ms, wait_ms = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    for total in totals.values():
+        found = total.windows if total.windows and total.windows.steps == own.steps else None
+        for rows, ms in ((local_ms, found and found.local_ms), (wait_ms, found and found.wait_ms)):
+            rows.append(tuple([*(ms or ()), *[math.nan] * n][:n]))
+    if sum(not math.isnan(row[0]) for row in local_ms) < 2:
+        return None
+    return RankHistory(own.steps, tuple(own.first), tuple(local_ms), tuple(wait_ms))
+
+
+def _pattern(
+    totals: Mapping[int, RankTotals],
+    history: RankHistory,
+    stragglers: Sequence[int],
+    step_ms: float,
+) -> tuple[str, str]:
+    """Return how the rank that is last changes over the run, and a sentence on it and its cost.
+
+    See `RankSummary.pattern`.
+    """
+    by_rank = dict(zip(totals, history.local_ms, strict=True))
+    by_rank = {rank: local_ms for rank, local_ms in by_rank.items() if not math.isnan(local_ms[0])}
+    newest = {rank: found for rank in by_rank if (found := totals[rank].windows) is not None}
+    each = [("", history.steps, by_rank)]
+    # Means over windows hide a straggler that changes in each step.
+    if not stragglers and len({found.n for found in newest.values()}) == 1:
+        each.append(("the newest ", 1, {rank: tuple(newest[rank].newest_ms) for rank in newest}))
+    for which, size, times_ms in each:
+        ranks = [*times_ms]
+        is_late, last, excess_ms = _late_windows([*times_ms.values()], step_ms)
+        n, n_late = len(is_late), int(is_late.sum())
+        if n < _MIN_WINDOWS or not n_late:
+            continue
+        windows = f"{which}{n} steps" if size == 1 else f"{n} windows of {size} steps"
+        cost = f"which costs {duration(float(excess_ms[is_late].sum()) / n)} per step"
+        culprits = Counter(ranks[i] for i in last[is_late])
+        rank, count = culprits.most_common(1)[0]
+        of_stragglers = sum(culprits[rank] for rank in stragglers)
+        if of_stragglers >= 0.8 * n:
+            who = "the same rank is" if len(stragglers) == 1 else "the same ranks are"
+            return "same", f"{who} last in {of_stragglers} of {windows}, {cost}"
+        if n_late >= 0.5 * n and count <= 0.7 * n_late:
+            text = f"the straggler changes: {len(culprits)} ranks are last in turn in"
+            return "rotating", f"{text} {n_late} of {windows}, {cost}"
+        local_ms = np.array([each_ms[:n] for each_ms in times_ms.values()])
+        beyond_ms = local_ms[ranks.index(rank)] - np.median(local_ms, axis=0)
+        # If the rank is last in the other windows, too, they may only be too noisy to show it.
+        is_usual = n_late < n and beyond_ms[~is_late].mean() < 0.2 * beyond_ms[is_late].mean()
+        if not which and n_late <= 0.25 * n and count >= 0.8 * n_late and is_usual:
+            at = np.flatnonzero(is_late)
+            where = f"{n_late} of {windows}"
+            if at[-1] - at[0] == n_late - 1:  # Consecutive.
+                ends = [*history.first[1:], history.first[-1] + size]
+                first, end = history.first[at[0]], ends[at[-1]] - 1
+                where = f"steps {first} to {end}" if end > first else f"step {first}"
+            return "transient", f"rank {rank} is last only in {where}, {cost} over the run"
+    return "", ""
+
+
+def _late_windows(by_rank: Sequence[Sequence[float]], step_ms: float) -> tuple[Any, Any, Any]:
+    """Return in which windows a rank is late, which is last, and its excess over the others.
+
+    Windows are left out from the first that has not arrived from each rank.
+    """
+    n = min(sum(not math.isnan(ms) for ms in each_ms) for each_ms in by_rank)
+    if not n:
+        return np.zeros(0, bool), np.zeros(0, int), np.zeros(0)
+    local_ms = np.array([each_ms[:n] for each_ms in by_rank])
+    last = local_ms.argmax(axis=0)
+    excess_ms = local_ms.max(axis=0) - np.median(np.sort(local_ms, axis=0)[:-1], axis=0)
+    # Delays make windows longer, so the shorter half of a rank's windows shows its noise. 0.97 is
+    # the distance of these quantiles in a normal distribution of unit deviation.
+    low_ms, high_ms = np.quantile(local_ms, (0.05, 0.25), axis=1)
+    noise_ms = float(np.median(high_ms - low_ms)) / 0.97
+    return excess_ms > max(_MIN_EXCESS * step_ms, 6 * noise_ms), last, excess_ms
+
+
+def _waits(totals: Mapping[int, RankTotals], stragglers: Sequence[int], step_ms: float) -> str:
+    """Return a sentence on the line in which ranks wait the longest; empty if waits are short."""
+    waiting = [
+        total.lines for rank, total in totals.items() if total.lines and rank not in stragglers
+    ]
+    by_place: dict[tuple[str, str], list[float]] = {}
+    for lines in waiting:
+        for line in lines:
+            if line.wait_ms:
+                by_place.setdefault((line.text, line.wait_phase), []).append(line.wait_ms)
+    # Lines that do not wait on most of the ranks have a median of 0.
+    usual_ms = {
+        place: statistics.median([*each_ms, *[0.0] * (len(waiting) - len(each_ms))])
+        for place, each_ms in by_place.items()
+    }
+    place = max(usual_ms, key=usual_ms.__getitem__, default=None)
+    if place is None or usual_ms[place] < _MIN_EXCESS * step_ms:
+        return ""
+    who = "the other ranks wait" if stragglers else "ranks wait for each other"
+    text, phase = place
+    where = f"the backward of {text}" if phase.startswith(BACKWARD) else f"{text}, in {phase}"
+    return f"{who} {duration(usual_ms[place])} per step in {where}"
 
 
 def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:
@@ -293,12 +706,12 @@ def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:
     for name in (*ordered, STEP, LOCAL):
         by_rank = {rank: totals[name] for rank, totals in phases.items() if name in totals}
         means_ms = {rank: ms / n for rank, (ms, n) in by_rank.items()}
-        slowest = max(means_ms, key=means_ms.__getitem__)
+        longest = max(means_ms, key=means_ms.__getitem__)
         all_ms, steps = map(sum, zip(*by_rank.values(), strict=True))
         rows[name] = RankStats(
             min_ms=min(means_ms.values()),
             mean_ms=all_ms / steps,
-            max_ms=means_ms[slowest],
-            slowest_rank=slowest,
+            max_ms=means_ms[longest],
+            max_rank=longest,
         )
     return rows

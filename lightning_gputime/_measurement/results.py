@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._ledger.ledger import Ledger
-from lightning_gputime._ledger.rows import LONG_STEP
+from lightning_gputime._ledger.rows import LONG_STEP, LineRow
 from lightning_gputime._loader import describe_slowdown
 from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
 from lightning_gputime._measurement.culprits import CulpritSums
@@ -84,6 +84,7 @@ class Results:
         # Reentrant, because a signal handler may read in the thread that has the lock.
         self._lock = RLock()
         # Facts that do not depend on the steps.
+        self.on_host_clock = on_host_clock
         self._facts = Measurement(on_host_clock=on_host_clock, hint=hint)
         self._libraries = libraries
         self._steps = StepLog(capacity, warmup_steps)
@@ -233,6 +234,14 @@ class Results:
         values = {f"{name}_ms": ms for name, ms in means_ms.items() if not of_one_callback(name)}
         values |= self._throughput.metrics(every)
         return values, metrics_of(self._observers, values)
+
+    def line_rows(self) -> tuple[LineRow, ...]:
+        """Return the lines of the timed steps. It is faster than a `measurement`."""
+        with self._lock:
+            self.ledger.evaluate()
+            n = self.sums.step.n
+            phases_ms = {name: phase.device_ms / n for name, phase in self.sums.phases.items() if n}
+            return self.ledger.rows(phases_ms, median_ms=0.0, long_share=0.0, evaluation=EVALUATION)
 
     def read_memory(self) -> None:
         if self._memory is not None:

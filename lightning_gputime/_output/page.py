@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.units import duration, unit_of
+from lightning_gputime._output.ranks import LOCAL_COLOURS, WAIT_COLOURS, percentages
 from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
 
@@ -68,6 +69,7 @@ def page(runs: Sequence[Any], comparison: Any = None) -> str:
         title=" and ".join(run.about or "run" for run in runs),
         comparison=comparison,
         charts=[_charts(run, limit_ms) if len(run.history) else None for run in runs],
+        rank_charts=[*map(_rank_charts, runs)],
         limit_ms=limit_ms,
         terms=_TERMS,
         wall_ms=max((1e3 * part.wall_s for part in breakdowns if part), default=0.0),
@@ -95,6 +97,41 @@ def _charts(run: Any, limit_ms: float) -> tuple[Markup, Markup, int]:
         for share in (False, True)
     )
     return in_ms, in_percent, steps_per_point
+
+
+def _rank_charts(run: Any) -> tuple[Markup, int] | None:
+    """Return heat maps of the ranks, and the number of steps per window; None without a history."""
+    ranks = run.summary().ranks
+    history = ranks.history if ranks is not None else None
+    if history is None or not history.first:
+        return None
+    models, first = _bokeh().models, [*history.first]
+    # Windows have equally many timed steps. The end of the last is unknown.
+    end = 2 * first[-1] - first[-2] if len(first) > 1 else first[0] + history.steps
+    figures = []
+    titles = ("local time above the median of the ranks", "waits for other ranks, of the step")
+    palettes = (LOCAL_COLOURS, WAIT_COLOURS)
+    for title, palette, shares in zip(titles, palettes, percentages(history), strict=True):
+        # A row for each rank, also for those that did not take part.
+        image = np.full((max(ranks.ranks) + 1, len(first)), np.nan, np.float32)
+        image[[*ranks.ranks]] = np.round(shares, 1)
+        figure = _figure(
+            title=f"{title} (%)",
+            x_axis_label="step",
+            y_axis_label="rank",
+            height=min(160 + 12 * len(image), 560),
+            y_range=models.Range1d(len(image) - 0.5, -0.5),
+        )
+        colours = models.LinearColorMapper(palette=[*palette], low=0, high=100)
+        box = {"x": first[0], "y": -0.5, "dw": max(end - first[0], 1), "dh": len(image)}
+        # The axis points down, but the first row of an image is at its lowest y.
+        drawn = figure.image(image=[image], color_mapper=colours, **box)
+        tips = [("rank", "$y{0}"), ("step", "$x{0}"), ("%", "@image{0.0}")]
+        figure.add_tools(models.HoverTool(renderers=[drawn], tooltips=tips))
+        figure.add_layout(models.ColorBar(color_mapper=colours), "right")
+        figures.append(figure)
+    parts = ("".join(_bokeh().embed.components(figure)) for figure in figures)
+    return Markup("".join(parts)), history.steps
 
 
 def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
@@ -150,17 +187,11 @@ def phases_over_steps(run: Any, points: Columns, limit_ms: float, in_percent: bo
     shown |= {"whole": "step_ms", "wait": "host_wait_ms"}
     data = {key: np.round(columns[name] * scale, 4) for key, name in shown.items()}
     source = models.ColumnDataSource({"step": columns["step"], **data})
-    figure = _bokeh().plotting.figure(
-        tools="xpan,xwheel_zoom,box_zoom,reset",
+    figure = _figure(
         x_axis_label="step",
         y_axis_label=f"time per step ({unit})",
         height=320,
-        sizing_mode="stretch_width",
-        toolbar_location="above",
         y_range=models.Range1d(0, 100 if in_percent else 1.1 * limit_ms or 1.0),
-        outline_line_color=_INK,
-        background_fill_alpha=0.0,
-        border_fill_alpha=0.0,
     )
     tips = [("step", "@step"), (f"step ({unit})", "@whole{0.000}")]
     tips += [(f"{name} ({unit})", f"@p{i}{{0.000}}") for i, name in enumerate(colours)]
@@ -202,9 +233,24 @@ def phases_over_steps(run: Any, points: Columns, limit_ms: float, in_percent: bo
     )
     figure.add_layout(legend, "below")
     figure.height += 28 * math.ceil(len(items) / _LEGEND_COLUMNS)  # Of a row, in pixels.
+    return figure
+
+
+def _figure(**options: Any) -> Any:
+    """Return an empty chart that is readable in light and dark mode."""
+    figure = _bokeh().plotting.figure(
+        tools="xpan,xwheel_zoom,box_zoom,reset",
+        sizing_mode="stretch_width",
+        toolbar_location="above",
+        outline_line_color=_INK,
+        background_fill_alpha=0.0,
+        border_fill_alpha=0.0,
+        **options,
+    )
     figure.toolbar.logo = None
-    figure.toolbar.active_scroll = figure.select_one(models.WheelZoomTool)
+    figure.toolbar.active_scroll = figure.select_one(_bokeh().models.WheelZoomTool)
     figure.xaxis.formatter.use_scientific = False
+    figure.title.text_color = _INK
     for part in ("axis_line", "axis_label_text", "major_label_text", "major_tick_line"):
         setattr(figure.axis, f"{part}_color", _INK)
     figure.grid.grid_line_color, figure.grid.grid_line_alpha = _INK, 0.3

@@ -1,8 +1,9 @@
 """Summary of a run: a measurement and its diagnosis, as tables and as JSON."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lightning_gputime._diagnosis import Diagnosis, TimeBreakdown
@@ -18,6 +19,7 @@ from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats, WorkSummary, table_rows
 from lightning_gputime._measurement.units import duration, percent, plain, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
+from lightning_gputime._output.ranks import heat_maps
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD
 
@@ -143,8 +145,16 @@ class PhaseSummary(Tabular):
             above=above,
             drops=_DROPS,
             lanes={"CPU": device_ms} if m.on_host_clock else {"GPU": device_ms, "host": host_ms},
+            picture=self._rank_picture(),
             below=None if m.is_warmup else loader_table(m, self.setup),
         )
+
+    def _rank_picture(self) -> Callable[[int, bool], str] | None:
+        """Return a picture of the ranks if one of them is late."""
+        ranks = self.ranks
+        if ranks is None or not (ranks.pattern or ranks.stragglers or ranks.suspect is not None):
+            return None
+        return partial(heat_maps, ranks)
 
     def _title(self) -> str:
         m = self.measurement
@@ -195,7 +205,7 @@ class PhaseSummary(Tabular):
             if m.ranks is not None:
                 times = m.ranks.rows.get(name)
                 cells[_RANKS] = (
-                    f"{time(times.min_ms)} - {time(times.max_ms)} ({times.slowest_rank})"
+                    f"{time(times.min_ms)} - {time(times.max_ms)} ({times.max_rank})"
                     if times is not None
                     else ""
                 )
@@ -258,7 +268,8 @@ class PhaseSummary(Tabular):
         if slowdown not in self.verdict:
             yield f"{slowdown}: {change}" if change else slowdown
         yield from m.slow.sentences if m.slow is not None else ()
-        yield m.ranks.sentence if m.ranks is not None else ""
+        if m.ranks is not None:
+            yield from (m.ranks.sentence, *m.ranks.notes)
         for section in m.sections:
             yield from section.sentences
         yield from m.not_measured

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -35,6 +35,8 @@ class Table:
     lanes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     steps: Sequence[str] = ()  # Recommended actions, as a numbered list below the table.
     below: "Table | None" = None  # Another table below this table, before the sentences.
+    # Returns a picture for a terminal, by its width and whether it has colors.
+    picture: Callable[[int, bool], str] | None = None
 
     def text(self, width: int | None = None, *, in_colour: bool = False) -> str:
         """Return the table as text, with lines of at most `width`.
@@ -66,6 +68,7 @@ class Table:
             grid,
             "\n".join([_TO_DO, *steps]) if steps else "",
             self.below.text(width) if self.below else "",
+            self.picture(width, in_colour) if self.picture and width is not None else "",
             *(_wrapped(sentence, width) for sentence in self.sentences),
         )
         return "\n\n".join(filter(None, blocks))
@@ -174,18 +177,18 @@ def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
         # Round the ends of the phases, not their sizes, so that rounding errors do not add up.
         ends = [round((width - title_width) * ms / longest_ms) for ms in accumulate(lane.values())]
         sizes = map(sub, ends, [0, *ends])
-        bars = [_bar(colours[name], size) for name, size in zip(lane, sizes, strict=True)]
+        bars = [bar(colours[name], size) for name, size in zip(lane, sizes, strict=True)]
         lines.append(title.ljust(title_width) + "".join(bars))
     # Wrap the legend with two placeholder characters before each name, because `_wrapped` would
     # count escape sequences. No-break spaces keep each name on one line.
     names = [f"\0\0 {name}".replace(" ", "\xa0") for name in colours]
     legend = _wrapped("  ".join(names), width)
     for colour in colours.values():
-        legend = legend.replace("\0\0", _bar(colour, 2), 1)
+        legend = legend.replace("\0\0", bar(colour, 2), 1)
     return "\n".join([*lines, legend.replace("\xa0", " ")])
 
 
-def _bar(colour: str, size: int) -> str:
+def bar(colour: str, size: int) -> str:
     """Return spaces on a background of the nearest of the 256 terminal colors."""
     # Colors 16 to 231 are a cube with the levels 0, 95, 135, 175, 215 and 255 of each channel.
     red, green, blue = (max(value - 35, 0) // 40 for value in bytes.fromhex(colour[1:]))

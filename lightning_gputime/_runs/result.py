@@ -79,7 +79,7 @@ def _of_run(run: Run, brief: bool) -> dict[str, Any]:
             if (row["share"] or 0.0) >= _MIN_SHARE
         },
         "ranks": content["ranks"]
-        and _selected(content["ranks"], ("slowest_rank", "phase", "behind_median_ms")),
+        and _selected(content["ranks"], ("straggler", "phase", "line", "excess_ms")),
         "notes": summary.notes,
         "warnings": run.warnings,
         "environment": {

@@ -43,7 +43,7 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular
 
 FORMAT = "lightning_gputime run"
-VERSION, MINOR = 6, 0
+VERSION, MINOR = 7, 0
 _MAX_BYTES = 2**30  # Larger files are refused: a million steps take a tenth of this.
 _MIN_LEFTOVER_AGE_S = 60.0  # Another process may still write a younger temporary file.
 _MIN_INTERVAL_S = 10.0  # Minimum time between two files of a live run.
@@ -294,16 +294,18 @@ def load(path: str | os.PathLike[str]) -> Run:
             )
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT!r}")
-            if content.get("version") not in (5, VERSION):
+            if content.get("version") not in (5, 6, VERSION):
                 raise ValueError(
                     f"its version is {content.get('version')!r:.60}, and this lightning_gputime"
-                    f" reads versions 5 and {VERSION}: update lightning_gputime, or save the run"
+                    f" reads versions 5 to {VERSION}: update lightning_gputime, or save the run"
                     " again"
                 )
             content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
             if content["version"] == 5:  # Its facts about code and settings have other meanings.
                 content["summary"].pop("culprits", None)
                 content["setup"].pop("costly_settings", None)
+            if content["version"] < 7 and content["summary"].get("ranks"):
+                content["summary"]["ranks"] = _rename_ranks(content["summary"]["ranks"])
             content["_summary"] = {"measurement": content["summary"], "setup": content["setup"]}
             run: Run = _read(Run, content, "run", unknown)
         except Exception as error:
@@ -314,6 +316,17 @@ def load(path: str | os.PathLike[str]) -> Run:
         package = run.environment.package or "another version"
         messages.warning(_IGNORED, name, package, ", ".join(sorted(unknown)))
     return run
+
+
+def _rename_ranks(ranks: dict[str, Any]) -> dict[str, Any]:
+    """Return a comparison of ranks of versions 5 and 6 with the names of version 7."""
+    rows = {
+        name: {key: value for key, value in row.items() if key != "slowest_rank"}
+        | {"max_rank": row["slowest_rank"]}
+        for name, row in ranks["rows"].items()
+    }
+    names = {"slowest_rank": "straggler", "behind_median_ms": "excess_ms", "slow": "stragglers"}
+    return {**{names.get(key, key): value for key, value in ranks.items()}, "rows": rows}
 
 
 def _clean(value: Any) -> Any:

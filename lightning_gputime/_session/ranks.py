@@ -8,9 +8,10 @@ import itertools
 import json
 import math
 import time
+import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,16 @@ import torch.distributed
 from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._instrumentation.loop import is_distributed
 from lightning_gputime._measurement.observers import ReadSteps
-from lightning_gputime._measurement.ranks import BatchMeans, RankTotals, compare, since, totals_of
+from lightning_gputime._measurement.ranks import (
+    BatchMeans,
+    LineTime,
+    RankTotals,
+    StepWindows,
+    compare,
+    line_times,
+    since,
+    totals_of,
+)
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
@@ -31,6 +41,7 @@ from lightning_gputime._phases import StepRecord
 # others after 5 s. The timeout must be shorter, so that the next collective can raise an error that
 # helps more.
 _TIMEOUT_S = 3.0
+_MIN_EXAMINED = 3  # Number of examined steps from which on lines are compared.
 # Maximum wait for rank zero. Rarely needed, because ranks in training are less than a round apart.
 _AGREEMENT_TIMEOUT_S = 1.0
 
@@ -101,6 +112,7 @@ class RankComparer:
         self._local = BatchMeans()  # Noise of this rank's time without waiting for other ranks.
         self._compared = -1  # Number of the last step that `compare_all` has compared.
         self._newest: dict[int, RankTotals] = {}  # Newest totals that arrived, by rank.
+        self._examined_sent = 0  # Number of examined steps of the lines that were sent.
         self.due_step: int | None = None
         """Number of the last step of the comparison that is due; None if none is due."""
 
@@ -126,7 +138,7 @@ class RankComparer:
         if finished is not None and finished >= self._means.next_due(self._compared):
             # Subtract the steps after `finished`, which other ranks may not have read.
             later = Sums(step for step in self._recent if step.number > finished)
-            self._send(since(self._totals(), totals_of(later)), finished)
+            self._send(lambda: since(self._totals(), totals_of(later)), finished)
             self.compare_arrived()
 
     def compare_all(self, newest: int | None) -> None:
@@ -136,7 +148,7 @@ class RankComparer:
         """
         if newest is not None:
             self._compared = newest
-        self._send(self._totals())
+        self._send(partial(self._totals, with_details=True))
         self.compare_arrived()
 
     def compare_arrived(self) -> None:
@@ -160,15 +172,35 @@ class RankComparer:
     def remove(self) -> None:
         self._exchange = None
 
-    def _totals(self) -> RankTotals:
-        return totals_of(self._results.sums, self._local.deviation_ms)
+    def _totals(self, *, with_details: bool = False) -> RankTotals:
+        """Return the totals of this rank. Details are its lines and its times over the run."""
+        results, ledger = self._results, self._results.ledger
+        totals = totals_of(results.sums, self._local.deviation_ms)
+        if not with_details:
+            return totals
+        top = [name for name in totals.phases if "/" not in name]
+        lines, shares = None, {}
+        if ledger.n >= _MIN_EXAMINED:
+            # Computing lines takes milliseconds, so do it only if more steps were examined.
+            if ledger.n > self._examined_sent:
+                self._examined_sent, lines = ledger.n, line_times(results.line_rows())
+            # Without examined steps, phases show their pace less exactly.
+            shares = ledger.host_shares()
+        if results.on_host_clock:
+            shares = dict.fromkeys(top, 1.0)
+        return replace(
+            totals,
+            host_shares={name: round(shares[name], 3) for name in top if name in shares},
+            lines=lines,
+            windows=self._local.windows,
+        )
 
-    def _send(self, totals: RankTotals, last: float = math.inf) -> None:
+    def _send(self, totals: Callable[[], RankTotals], last: float = math.inf) -> None:
         """Send the totals of the steps up to the number `last`; by default, of all steps."""
         if self._exchange is not None:
             number = int(min(last, max(self._means.newest or 0, 0)))
             try:
-                self._exchange.send(totals, number)
+                self._exchange.send(totals(), number)
             except Exception as error:
                 self._give_up(error)
 
@@ -179,9 +211,17 @@ class RankComparer:
                 # Log a comparison since the last totals of each rank.
                 added = {rank: since(now, newest.get(rank)) for rank, now in totals.items()}
                 # Report a comparison of the run so far. Absent ranks keep their last totals.
-                newest.update(totals)
+                for rank, now in totals.items():
+                    if (old := newest.get(rank)) is not None:
+                        now = replace(
+                            now,
+                            host_shares=now.host_shares or old.host_shares,
+                            lines=old.lines if now.lines is None else now.lines,
+                            windows=now.windows or old.windows,
+                        )
+                    newest[rank] = now
                 if len(newest) > 1:
-                    self._results.ranks.add(compare(newest))
+                    self._results.ranks.compare_later(newest)
                 if len(added) > 1 and (ranks := compare(added)) is not None:
                     metrics = {f"ranks/{key}": value for key, value in ranks.metrics().items()}
                     self._means.writer.write(metrics, number)
@@ -191,6 +231,25 @@ class RankComparer:
     def _give_up(self, error: Exception) -> None:
         messages.warning("The times of the ranks are no longer compared: %r", error)
         self.remove()
+
+
+def encode(totals: RankTotals) -> bytes:
+    """Return totals as they are sent to rank zero, which knows the numbers of the steps."""
+    windows = totals.windows
+    sent = replace(totals, windows=windows and windows._replace(first=()))
+    # Level 1 is as small as higher levels here, and the fastest.
+    return zlib.compress(json.dumps(astuple(sent), separators=(",", ":")).encode(), 1)
+
+
+def decode(value: bytes) -> RankTotals:
+    phases, deviation_ms, host_shares, lines, windows = json.loads(zlib.decompress(value))
+    return RankTotals(
+        phases,
+        deviation_ms,
+        host_shares,
+        lines and [LineTime(*line) for line in lines],
+        windows and StepWindows(*windows),
+    )
 
 
 class Exchange:
@@ -222,7 +281,7 @@ class Exchange:
         if self._rank == 0:
             self._open[round_] = number, totals
             return
-        self._store.set(f"{round_}/{self._rank}", json.dumps(asdict(totals)))
+        self._store.set(f"{round_}/{self._rank}", encode(totals))
         # Rank zero has closed older rounds, and does not read their totals.
         self._store.delete_key(f"{round_ - 10}/{self._rank}")
 
@@ -242,7 +301,7 @@ class Exchange:
             del self._open[round_]
             keys = [f"{round_}/{rank}" for rank in ranks]
             values = self._store.multi_get(keys) if keys else []
-            received = [RankTotals(**json.loads(value)) for value in values]
+            received = [*map(decode, values)]
             yield number, {0: totals, **dict(zip(ranks, received, strict=True))}
 
     def _arrived_ranks(self, round_: int, deadline: float, *, closes: bool) -> list[int] | None:
