@@ -35,6 +35,9 @@ from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack, unpac
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import (
     HAVE_PHASES,
+    MIN_EXCESS_DEVIATIONS,
+    MIN_EXCESS_MS,
+    MIN_EXCESS_SHARE,
     UNEXPLAINED,
     Cause,
     CauseKind,
@@ -64,10 +67,6 @@ from lightning_gputime._record.clock import Clock
 
 _BLOCK_STEPS = 25  # Number of steps that are compared with the same baseline.
 _BASELINE_STEPS = 50  # Maximum number of steps in a baseline: the newest steps.
-# A step is slow if its excess is larger than each of these:
-_MIN_EXCESS_DEVIATIONS = 5.0  # As a multiple of the median absolute deviation.
-_MIN_EXCESS_SHARE = 0.1  # As a fraction of the median.
-_MIN_EXCESS_MS = 0.5
 _NEAR_NS = 1_000_000  # Maximum distance of a sample from the mark that it belongs to.
 # Minimum host time of steps whose CPU time is sampled. A sample takes about 5 us, because the code
 # of the system call is not in the caches of a CPU that drives a GPU.
@@ -559,12 +558,10 @@ class Baseline:
         self.is_ready, self._n_new, self._medians = True, 0, None
         self.step_ms = median(self.each_ms)
         self.host_ms = median([step.host_ns[-1] - step.host_ns[0] for step in self.steps]) / 1e6
-        self.host_threshold_ms = self.host_ms + max(
-            _MIN_EXCESS_SHARE * self.host_ms, _MIN_EXCESS_MS
-        )
+        self.host_threshold_ms = self.host_ms + max(MIN_EXCESS_SHARE * self.host_ms, MIN_EXCESS_MS)
         deviation_ms = median([abs(ms - self.step_ms) for ms in self.each_ms])
         self.slow_threshold_ms = self.step_ms + max(
-            _MIN_EXCESS_DEVIATIONS * deviation_ms, _MIN_EXCESS_SHARE * self.step_ms, _MIN_EXCESS_MS
+            MIN_EXCESS_DEVIATIONS * deviation_ms, MIN_EXCESS_SHARE * self.step_ms, MIN_EXCESS_MS
         )
         return True
 
@@ -595,7 +592,7 @@ class Baseline:
                 host_ns[rows[name], index] += ns
         median_ns = _row_medians(host_ns)
         deviation_ns = _row_medians(np.abs(host_ns - median_ns[:, None]))
-        noise_ms = _MIN_EXCESS_DEVIATIONS * deviation_ns / 1e6
+        noise_ms = MIN_EXCESS_DEVIATIONS * deviation_ns / 1e6
         columns_ms = np.stack([_row_medians(device_ms), median_ns / 1e6, noise_ms], axis=1)
         self._medians = Medians(
             self.step_ms,

@@ -30,6 +30,7 @@ class FakeGPU:
         streams: Streams of the device; None if all work is on one.
         device: The device that the timer sees; None for that of the model.
         memory: Peak allocated, peak reserved and total memory (in bytes).
+        mhz: Clock of the device (in MHz); None if it cannot be measured.
 
     Examples:
         >>> gpu = FakeGPU()
@@ -48,6 +49,7 @@ class FakeGPU:
         self.streams: Any = None
         self.device: torch.device | None = None
         self.memory: tuple[int, int, int] | None = None
+        self.mhz: float | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -79,6 +81,12 @@ class FakeGPU:
     def host_work(self, ms: float) -> None:
         """Keep the host busy while the device works."""
         self.now += round(ms * MS)
+
+    @property
+    def spin_cycles(self) -> Callable[[int], None] | None:
+        """Function that launches a kernel of so many clock cycles; None without a clock."""
+        mhz = self.mhz
+        return None if mhz is None else lambda cycles: self.work(cycles / (1e3 * (self.mhz or mhz)))
 
     def event(self) -> "FakeEvent":
         self.created += 1

@@ -17,8 +17,9 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 FLOORS = """_messages _phases _measurement.units testing, _compat, _record, _ledger,
-    _loader.__init__, _measurement, _instrumentation, _diagnosis.__init__ _output.table, _loader,
-    _diagnosis, _output, _options, _causes, _runs _session, _timer,
+    _loader.__init__, _measurement, _attribution _instrumentation,
+    _diagnosis.__init__ _output.table, _loader, _diagnosis, _output, _options, _causes,
+    _runs _session, _timer,
     callback hooks huggingface metric, _api _auto_instrumentation, _tuning, __init__, __main__"""
 """Packages and modules (rooms) by floor, lowest first. A room imports only from lower floors.
 

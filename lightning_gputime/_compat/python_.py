@@ -188,3 +188,21 @@ def running_functions() -> frozenset[tuple[str, str]]:
     frames = user_frames(sys._getframe(1))
     names = ((frame.f_code.co_filename, frame.f_code.co_qualname) for frame in frames)
     return frozenset((file, name.rpartition("<locals>.")[2]) for file, name in names)
+
+
+def place_in_thread(ident: int) -> tuple[str, int, str] | None:
+    """Return file, line and function that another thread runs; None if it has ended.
+
+    It is the innermost line of the user. Without any, it is the outermost function that is not part
+    of Python's own thread pools.
+    """
+    frame = sys._current_frames().get(ident)
+    found = None
+    while frame is not None:
+        code = frame.f_code
+        if is_user_code(code, module := _module_of(frame)):
+            return code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_qualname
+        if module.partition(".")[0] not in ("threading", "concurrent", "queue", "multiprocessing"):
+            found = code.co_filename, code.co_firstlineno, code.co_qualname
+        frame = frame.f_back
+    return found

@@ -458,6 +458,18 @@ def raw_stream() -> Callable[[int], int] | None:
     return found
 
 
+_SPIN = Name("torch.cuda._sleep", "the clock of the GPU")
+
+
+def spin_kernel() -> Callable[[int], None] | None:
+    """Return a function that launches a kernel of so many clock cycles, or None."""
+    if torch.version.hip is not None:  # It counts a constant clock there.
+        return None
+    report_missing(_SPIN)
+    found: Callable[[int], None] | None = _SPIN.find()
+    return found
+
+
 _ITERATOR = Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the fetches of a plain loop")
 
 

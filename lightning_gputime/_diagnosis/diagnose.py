@@ -33,6 +33,7 @@ from lightning_gputime._diagnosis.breakdown import (
     may_hide_evaluations,
 )
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
+from lightning_gputime._measurement.outside import advice_on
 from lightning_gputime._measurement.sums import is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
@@ -118,6 +119,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         row = breakdown[found.entry]
         is_first = slowdown.lost_share > _saved_share(row) or (grown and grown == row.line)
         advice = (on_slowdown, *advice) if is_first else (*advice, on_slowdown)
+    advice = (*advice, *(Advice(code, text) for code, text in advice_on(m.outside)))
     unique = tuple({item.text: item for item in advice}.values())
     return replace(found, headline=headline, time_breakdown=breakdown, advice=unique)
 

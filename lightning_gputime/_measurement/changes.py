@@ -50,6 +50,7 @@ class Slowdown:
     # Time above the level before the change, as a fraction of the time of all steps, from 0 to 1.
     lost_share: float = 0.0
     detail: str = ""  # Cause inside the phase, such as a worker of the loader; empty if unknown.
+    reason: str = ""  # What changed outside of the loop at the same time; empty if unknown.
 
     @property
     def after_ms(self) -> float:
@@ -82,6 +83,8 @@ class Slowdown:
                 f"steps got {slower}: from {before} at the start to {after} {size},"
                 f" {gradually}since {since}"
             )
+        if self.reason:
+            found += f": {self.reason}"
         if not self.phase:
             return found
         is_most = self.is_most_in_phase

@@ -11,6 +11,7 @@ from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import Culprit
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
+from lightning_gputime._measurement.outside import OutsideSummary
 from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats, WorkSummary
@@ -56,10 +57,12 @@ class Measurement:
     is_warmup: bool = False  # Only warm-up steps were timed. Then the statistics include them.
     hint: str = ""  # Advice if no step was timed.
     slow: SlowSummary | None = None  # Cost of slow steps; None if no step was slow.
+    outside: OutsideSummary | None = None  # Causes outside of the loop's code; None if unknown.
     slowdown: Slowdown | None = None  # Lasting change of the step time; None if it did not change.
     # Change of the work in a step that explains why steps got slower, such as more batches; empty
     # if there is none.
     work_change: str = ""
+    gpu_mhz: float | None = None  # Median clock of the GPU in examined steps; None if unknown.
     wall_clock: WallClockBreakdown | None = None  # Host time of the run by entry.
     memory: MemorySummary | None = None  # Peak memory of the device; None on a CPU.
     stage: str = ""  # "validation", "test" or "prediction"; empty for training.

@@ -106,6 +106,7 @@ class Results:
         # See `connect`.
         self._throughput, self._observers = ThroughputReference(), tuple[Any, ...]()
         self._memory: MemoryWatch | None = None
+        self._explain: Callable[[Measurement], Measurement] | None = None
         self._mismatches: list[NotMeasured] = []  # Found by the self-check.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,11 +127,14 @@ class Results:
         observers: Sequence[Any] = (),
         logs_slow_steps: bool = False,
         memory: MemoryWatch | None = None,
+        explain: Callable[[Measurement], Measurement] | None = None,
     ) -> None:
         """Connect the sources of all results that do not follow from the times of steps.
 
         Collect slow steps and slowdowns only if they are logged or an observer receives them.
+        `explain` adds causes outside of the loop.
         """
+        self._explain = explain
         self._throughput, self._observers, self._memory = throughput, tuple(observers), memory
         receivers = [*methods(observers, "on_slow_step"), *methods(observers, "metrics")]
         if logs_slow_steps or receivers:
@@ -269,7 +273,7 @@ class Results:
             if slowdown.phase in (DATA, FETCH):
                 slowdown = replace(slowdown, detail=describe_slowdown(self.culprits.loader_times()))
             work_change = self._work_change(steps, slowdown.since_step)
-        return replace(
+        found = replace(
             self._measurement_of(steps[log.warmup_in_history :], log.sums),
             slowdown=slowdown,
             work_change=work_change,
@@ -279,6 +283,7 @@ class Results:
             ranks=ranks,
             stage=stage,
         )
+        return found if self._explain is None else self._explain(found)
 
     def _measurement_of(self, steps: list[StepRecord], sums: Sums) -> Measurement:
         times, untimed = history(steps), self.untimed

@@ -12,6 +12,11 @@ CauseKind = Literal[
     "garbage_collection", "compilation", "allocator", "off_cpu", "dataloader", "callback", "ranks"
 ]
 
+# A step is slow if its excess is larger than each of these:
+MIN_EXCESS_DEVIATIONS = 5.0  # As a multiple of the median absolute deviation.
+MIN_EXCESS_SHARE = 0.1  # As a fraction of the median.
+MIN_EXCESS_MS = 0.5
+
 UNEXPLAINED = "unexplained"
 OFF_CPU = "off-CPU"
 # Causes whose time belongs to a phase: `data`, `callbacks` and `comm`.
@@ -276,6 +281,16 @@ class SlowLog:
         excess_ms = kept.excess_ms + sum([step.excess_ms for step in found])
         self._kept = _Kept(steps, summed, kept.n + len(found), excess_ms)
         return explained
+
+    @property
+    def excess_ms(self) -> float:
+        """Excess of all slow steps (in milliseconds)."""
+        return self._kept.excess_ms
+
+    def unexplained_ms(self) -> dict[int, float]:
+        """Return the unexplained excess of the slow steps by number."""
+        steps = [evidence.explained() for evidence, _ in self._kept.steps]
+        return {step.step: step.unexplained_ms for step in steps}
 
     def slow_steps(self, n: int) -> list[SlowStep]:
         """Return the steps with the largest excess, the largest first."""

@@ -26,6 +26,7 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
 
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
+_MAX_NEWEST = 4000  # Number of newest steps whose start and end are kept.
 _STRATA = 13  # Number of strata, including the ordinary steps.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -186,12 +187,18 @@ class UntimedSteps:
         self.since_ns = 0
         """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
         self._durations_ns = array("q")  # Steps that are not yet settled; -1 if excluded.
+        # Index of each step whose start is not the end of the step before it, and that start.
+        self._restarts = deque[tuple[int, int]]()
+        self._settled_ns = 0  # Cumulative time of all steps at the end of the last settled step.
+        self.newest = deque[tuple[int, int, int]](maxlen=_MAX_NEWEST)
+        """Index, start and end of the newest settled steps, as cumulative time of all steps."""
         self._n_settled = 0  # Number of settled steps, and index of the first other step.
         self._lengths = _StepLengths()
         self._strata = [_Stratum() for _ in range(_STRATA)]
         # Histogram of all durations, on a logarithmic scale, and the longest.
         self._durations, self._max_ns = Counter[int](), 0
-        self._is_gpu_bound = False  # True while the host waits for the device.
+        self.is_gpu_bound = False
+        """True while the host waits for the device. Then durations of single steps are unknown."""
         self.n = 0
         """Number of settled untimed steps, without excluded steps."""
         self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
@@ -205,6 +212,7 @@ class UntimedSteps:
     def restart(self, now_ns: int) -> None:
         """Start the next step now. The time since the last step is not part of any step."""
         self.since_ns = now_ns
+        self._restarts.append((self._n_settled + len(self._durations_ns), now_ns))
 
     def end_step(self, now_ns: int) -> None:
         self._durations_ns.append(now_ns - self.since_ns)
@@ -213,7 +221,7 @@ class UntimedSteps:
     def leave_out(self, now_ns: int) -> None:
         """End a step that no statistic includes, such as an examined step."""
         self._durations_ns.append(-1)
-        self.since_ns = now_ns
+        self.restart(now_ns)
 
     # After steps were read
 
@@ -246,6 +254,12 @@ class UntimedSteps:
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
         took_ns = self._durations_ns[:n].tolist()
         del self._durations_ns[:n]
+        for index, step_ns in enumerate(took_ns, start=first):
+            while self._restarts and self._restarts[0][0] <= index:
+                self._settled_ns = self._restarts.popleft()[1]
+            if step_ns >= 0:
+                start_ns, self._settled_ns = self._settled_ns, self._settled_ns + step_ns
+                self.newest.append((index, start_ns, self._settled_ns))
         warmup_steps = min(max(self._warmup_steps - first, 0), n)
         took_ns[:warmup_steps] = [-1] * warmup_steps
         # Positions in `took_ns`, which counts steps from `first` on.
@@ -255,13 +269,13 @@ class UntimedSteps:
             timed_at = [index - first for index in indices if first <= index < first + n]
             device_ms = sum([sum(step.device_ms) for step in timed])
             waited_ms = sum([step.wait_ms for step in timed])
-            self._is_gpu_bound = waited_ms >= 0.1 * device_ms
+            self.is_gpu_bound = waited_ms >= 0.1 * device_ms
 
         bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
         self._durations.update(bins)
         self._max_ns = max(self._max_ns, *took_ns)
         strata = self._lengths.add(took_ns, {*timed_at})
-        if self._is_gpu_bound:
+        if self.is_gpu_bound:
             strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
         for i, k in enumerate(strata):
@@ -287,7 +301,7 @@ class UntimedSteps:
                     if known_ns := [ns for ns, stratum in each_ns if stratum == k and ns >= 0]:
                         self.n += len(known_ns)
                         gap = _Gap(len(known_ns), sum(known_ns) / 1e6)
-                        if self._is_gpu_bound:
+                        if self.is_gpu_bound:
                             gap = _Gap(uncertain=len(known_ns))
                         self._strata[k].add_untimed(gap)
             if i in records:

@@ -33,7 +33,7 @@ _MIN_COST = 0.01  # Minimum cost of timing that is reported, as a fraction of th
 # Fields of the measurement that the JSON omits if they are empty or zero.
 _OMITTED_IF_EMPTY = (
     *("sections", "loaders", "untimed_steps", "each_timed_for", "slowdown", "not_measured"),
-    *("blurred", "not_sampled_steps", "not_sampled_share"),
+    *("blurred", "not_sampled_steps", "not_sampled_share", "outside", "gpu_mhz"),
 )
 
 T = TypeVar("T")
@@ -268,6 +268,7 @@ class PhaseSummary(Tabular):
         if slowdown not in self.verdict:
             yield f"{slowdown}: {change}" if change else slowdown
         yield from m.slow.sentences if m.slow is not None else ()
+        yield from m.outside.sentences if m.outside is not None else ()
         if m.ranks is not None:
             yield from (m.ranks.sentence, *m.ranks.notes)
         for section in m.sections:

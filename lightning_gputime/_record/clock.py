@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_gputime._compat.torch_ import PIN_LOOP, raw_stream
+from lightning_gputime._compat.torch_ import PIN_LOOP, raw_stream, spin_kernel
 from lightning_gputime._messages import WarnOnce
 
 _warn_once = WarnOnce()
@@ -26,7 +26,7 @@ _MIN_CORE_WAIT_NS = 100_000
 _TRIAL_EVERY_NS = 100_000_000  # The speed of the host is measured this often, in 0.1 to 0.2 ms.
 # Parts of thread names. Autograd's threads and the loader's pin-memory thread run little Python.
 # Never blame a thread of this package, whose name starts with that of the package.
-_IGNORED = ("Dummy-", PIN_LOOP.attribute, __name__.partition(".")[0])
+IGNORED_THREADS = ("Dummy-", PIN_LOOP.attribute, __name__.partition(".")[0])
 
 
 class TimingEvent(Protocol):
@@ -50,6 +50,7 @@ class Clock(Protocol):
     - `streams` is described in `DeviceClock`. Without it, all work is on the timed stream.
     - `may_capture()` is a cheaper `is_capturing()`, which may return True without a capture.
     - `elapsed_ms(events)` replaces the function `elapsed_ms`.
+    - `spin_cycles(n)` launches a kernel that takes `n` cycles of the device's clock.
     """
 
     def event(self) -> TimingEvent:
@@ -116,6 +117,7 @@ class DeviceClock:
             # captured (see `cudaStreamBeginCapture`), so any other number means "maybe". Reading
             # the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
             self.may_capture = functools.partial(stream_of, torch.cuda.current_device())
+        self.spin_cycles = spin_kernel() if device.type == "cuda" and self._is_current else None
         if device.type == "mps":
             # The first elapsed_time on MPS fails unless the device was synchronized once.
             torch.mps.synchronize()
@@ -336,7 +338,7 @@ class ThreadTimes:
             thread.name: self._shares_of(thread.native_id)[0]
             for thread in threading.enumerate()
             if thread.native_id not in (None, self._loop_id)
-            and not any(part in thread.name for part in _IGNORED)
+            and not any(part in thread.name for part in IGNORED_THREADS)
         }
         return max(shares.items(), key=lambda item: item[1], default=("", 0.0))
 

@@ -51,6 +51,7 @@ _MIN_NOT_SAMPLED_SHARE = 0.01
 _MIN_LINE, _MAX_LINES = 0.02, 5  # Change as a fraction of the step, and number of functions.
 _MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
 _MIN_RUNS, _MAX_RUNS = 3, 100  # Range of suggested numbers of runs per side.
+_MIN_CLOCK_CHANGE = 0.05  # Smaller changes of the GPU's clock may be errors of its measurement.
 MEAN = "the mean of all steps"
 _ONE_RUN = "One run per side: the difference may be noise between runs."
 
@@ -383,6 +384,7 @@ def compare_sides(
         in_turns=in_turns,
         resolution_ms=[RESOLUTION_MS * (n + 1) for n in (len(phases), *parts)],
     )
+    notes += _compare_clocks(sides, step)
     step_confidence = 1 - error_share * _FALSE_ALARMS["step"]
     proportional = None
     if has_trials:
@@ -475,6 +477,21 @@ def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
     pairs = zip(before, after, strict=True)
     started = [time for pair in pairs for time in sorted(run.environment.started for run in pair)]
     return started == sorted(set(started))
+
+
+def _compare_clocks(sides: Sequence[Sequence[Run]], step: Difference) -> list[str]:
+    """Return a note if the GPU ran at another clock in the runs of the second side."""
+    clocks = [[run.summary().measurement.gpu_mhz or 0.0 for run in side] for side in sides]
+    if not all(map(all, clocks)):
+        return []
+    before, after = (fmean(mhz) for mhz in clocks)
+    if abs(after / before - 1) < _MIN_CLOCK_CHANGE:
+        return []
+    change = step.after_ms * after / before / step.before_ms - 1
+    return [
+        f"the GPU's clock differs: {before:,.0f} MHz before and {after:,.0f} MHz after; at equal"
+        f" clocks, a step paced by the GPU would differ by {100 * change:+.1f} %"
+    ]
 
 
 def _line_changes(sides: Sequence[Sequence[Run]], min_ms: float) -> tuple[LineChange, ...]:

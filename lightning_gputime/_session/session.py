@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch.distributed
 
+from lightning_gputime._attribution.surroundings import Surroundings
 from lightning_gputime._causes import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._instrumentation import traced
@@ -43,7 +44,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import BATCH
-from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
+from lightning_gputime._record.recorder import OPEN, PAUSED, Annotator, Recorder
 from lightning_gputime._session.ranks import Agreement, RankComparer, open_store
 from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
 from lightning_gputime._session.self_check import SelfCheck
@@ -131,6 +132,8 @@ class Session:
         if not is_distributed():
             self._time_trial = getattr(clock.host_ns, "time_trial", None)
         self._analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
+        self._surroundings = Surroundings(clock, self._wall_clock, results.slow, results.untimed)
+        self._batches = self._surroundings.batches
         self._comparison = RankComparer(results, means, options)
         self._on_step = step_calls(options.observers)
         self._on_slow_step = methods(options.observers, "on_slow_step")
@@ -195,12 +198,14 @@ class Session:
             observers=options.observers,
             logs_slow_steps="slow" in options.logged_groups,
             memory=self._memory,
+            explain=self._surroundings.explain,
         )
         self._self_check = SelfCheck(results, self._boundaries, recorder, loop, options)
         # Collectors come first, because the others use what they have collected.
         self._readers: list[Callable[[ReadSteps], None]] = [
             results.steps_read,
             self._comparison.steps_read,
+            self._surroundings.steps_read,
             self._analyzer.steps_read,  # Starts a "callback" span for observers and loggers.
             self._call_observers,
             self._log,
@@ -213,7 +218,10 @@ class Session:
         self._compared_n = self._compared_ms = 0.0
         self._slower_ms = 0.0  # Mean time from which on more steps are examined.
         self._until_end = Attachments()
-        self._to_remove = [self._comparison, self._analyzer, *options.observers]
+        self._to_remove = [
+            *(self._comparison, self._analyzer, self._surroundings),
+            *options.observers,
+        ]
 
         # The steps.
         self.mode = NEW
@@ -297,6 +305,8 @@ class Session:
             recorder.mark(OTHER)
         if batch is not _NO_BATCH:
             self._work.add_batch(batch)
+            if recorder.state is OPEN:
+                self._batches.add(batch)
 
     def fetch_begins(self) -> None:
         """End an evaluation before a fetch in an untimed step, in a loop without `steps()`."""
@@ -308,6 +318,8 @@ class Session:
             if i:
                 self._work.end_batch()
             self._work.add_batch(batch)
+            if self.recorder.state is OPEN:
+                self._batches.add(batch)
 
     def batch_ends(self, label: str = DATA) -> None:
         """End a micro-batch that does not end the step."""
@@ -360,6 +372,7 @@ class Session:
         self._examiner.stop()
         self._boundaries.step_ended(timed=False, is_dropped=True)
         self._work.reset()
+        self._batches.drop_step()
         self._analyzer.loop_begins()
         self._untimed.restart(self._wall_clock.steps_ns(self._host_ns()))
         if self.mode is OFF:
@@ -395,6 +408,8 @@ class Session:
             self._first_ns = wall_clock.steps_ns(now_ns)
         self._analyzer.sampler.end_step(now_ns)
         items = self._work.take_items()
+        if self._batches.open is not None:
+            self._batches.end_step(number)
         if number >= self._log_due_at:
             self._step_may_log(number, self.index)
         log_is_due = self._means.is_due
@@ -571,7 +586,10 @@ class Session:
     def _examine(self) -> None:
         """Examine the step that has just started."""
         self._examined_ns = self._wall_clock.steps_ns(self._host_ns())
-        lines = self._examiner.start(self._examined_ns / max(self._ended, 1))
+        mean_ns = self._examined_ns / max(self._ended, 1)
+        if not self.times_all:  # Else statistics include examined steps.
+            self._surroundings.gpu.measure(mean_ns)
+        lines = self._examiner.start(mean_ns)
         self._ledger.unavailable = self._examiner.unavailable
         if lines is None:
             self._examinations.stop()
@@ -584,6 +602,7 @@ class Session:
     def _step_examined(self, cost: float) -> None:
         self._ledger.unavailable = self._examiner.unavailable
         self._ledger.trained_tensors[self._newest or 0] = len(self._examiner.trained)
+        self._surroundings.gpu.read(self._newest or 0)
         self._examinations.step_examined(self._ended - 1, cost)
 
     # Steps without hooks

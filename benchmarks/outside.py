@@ -1,0 +1,292 @@
+"""Check which causes outside of the loop's code a timer names, on planted causes.
+
+    python benchmarks/outside.py --device cpu --only thread --rounds 2
+    python benchmarks/outside.py --device cuda --json benchmarks/results/outside.json
+
+Each cause is planted in a plain loop and under Lightning, with default options. A control plants
+nothing. The true share is that of the excess of slow steps, on the host's clock and without a
+timer: one minus the excess without the cause divided by the excess with it.
+
+- named: the text of a cause matches the pattern of the case
+- share: the sum of such shares is within 10 points of the true share
+- false: another cause is named; in a control, any cause
+"""
+
+import argparse
+import gc
+import logging
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from models import bare_trainer
+from record import environment, save
+from torch import Tensor, nn
+
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._attribution.surroundings import _excess
+
+STEPS, TOLERANCE = 1500, 0.1
+BUSY = "import time\nt = time.time()\nwhile time.time() - t < 2: pass"
+BUSY_GPU = """
+import time, torch
+x, t = torch.randn(8192, 8192, device="cuda"), time.time()
+while time.time() - t < 3: x @ x; torch.cuda.synchronize()
+"""
+
+
+@dataclass
+class Plant:
+    """State of a planted cause while a loop runs."""
+
+    folder: str
+    model: nn.Module
+    is_on: threading.Event = field(default_factory=threading.Event)
+    is_done: threading.Event = field(default_factory=threading.Event)
+    messages: Any = field(default_factory=queue.Queue)
+    processes: list[Any] = field(default_factory=list)
+
+    def thread(self, target: Callable[[], None]) -> None:
+        threading.Thread(target=target, daemon=True).start()
+
+    def spin_in_python(self) -> None:
+        while not self.is_done.is_set():
+            if self.is_on.wait(0.01):
+                sum(range(1000))
+
+    def sort_in_numpy(self) -> None:
+        values = np.random.default_rng(0).random((1500, 1500))
+        while not self.is_done.is_set():
+            if self.is_on.wait(0.01):
+                np.sort(values, axis=1)
+
+    def write_log(self) -> None:
+        while self.messages.get() is not None:
+            sum(i * i for i in range(3_000_000))
+
+    def save(self, state: dict[str, Tensor]) -> None:
+        for copy in range(20):
+            torch.save(state, f"{self.folder}/{copy}.pt")
+            sum(i * i for i in range(200_000))
+
+    def run(self, *command: str) -> None:
+        self.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+    def end(self) -> None:
+        self.is_done.set()
+        self.is_on.set()
+        self.messages.put(None)
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def in_bursts(plant: Plant, step: int) -> None:
+    """Let the thread run in 15 of 75 steps."""
+    if step % 75 == 30:
+        plant.is_on.set()
+    elif step % 75 == 45:
+        plant.is_on.clear()
+
+
+def save_in_thread(plant: Plant, step: int) -> None:
+    if step % 50 == 20:
+        state = {name: value.detach().cpu() for name, value in plant.model.state_dict().items()}
+        threading.Thread(target=plant.save, args=(state,)).start()
+
+
+def start(*command: str) -> Callable[[Plant, int], None]:
+    """Return a function that runs a command every 300 steps."""
+
+    def each(plant: Plant, step: int) -> None:
+        if step % 300 == 100:
+            plant.run(*(part.format(folder=plant.folder) for part in command))
+
+    return each
+
+
+def log_in_thread(plant: Plant, step: int) -> None:
+    if step % 40 == 7:
+        plant.messages.put(step)
+
+
+def make_garbage(plant: Plant, step: int) -> None:
+    if step % 40 == 7:
+        lists = [[number] for number in range(200_000)]
+        gc.collect()
+        del lists
+
+
+def do_nothing(plant: Plant, step: int) -> None:
+    pass
+
+
+def alike(step: int) -> int:
+    return 64
+
+
+def rarely_long(step: int) -> int:
+    return 512 if step * 7919 % 12 == 3 else 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A planted cause, and a pattern of the text that names it; empty for the control."""
+
+    pattern: str
+    each: Callable[[Plant, int], None] = do_nothing
+    thread: str = ""  # Method of `Plant` that runs in a thread.
+    rows: Callable[[int], int] = alike
+    needs_gpu: bool = False
+
+
+DD = ("dd", "if=/dev/zero", "of={folder}/large", "bs=1M", "count=2000", "conv=fsync")
+CASES = {
+    "control": Case(""),
+    "spinning Python thread": Case("spin_in_python", in_bursts, "spin_in_python"),
+    "thread in NumPy": Case("sort_in_numpy", in_bursts, "sort_in_numpy"),
+    "asynchronous save": Case("save", save_in_thread),
+    "dd of a large file": Case("`dd`|storage", start(*DD)),
+    "process on the GPU": Case("GPU", start(sys.executable, "-c", BUSY_GPU), needs_gpu=True),
+    "process on the cores": Case("python|core", start(sys.executable, "-c", BUSY)),
+    "long batches": Case("tokens|elements", rows=rarely_long),
+    "garbage": Case("garbage collection", make_garbage),
+    "logger's thread": Case("write_log", log_in_thread, "write_log"),
+}
+"""Not planted here: swap, which may end other processes; unbalanced ranks, see `ranks.py`; and a
+clock that falls, which needs a GPU with a power limit."""
+
+
+def batches(case: Case, device: str, steps: int) -> Iterator[dict[str, Tensor]]:
+    for step in range(steps):
+        yield {"input_ids": torch.zeros(case.rows(step), 16, dtype=torch.long, device=device)}
+
+
+class Task(pl.LightningModule):
+    """The model, its optimizer, and the planted cause. Also used without Lightning."""
+
+    def __init__(self, after: Callable[[int], None], width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Embedding(8, width), nn.Linear(width, 4 * width)),
+            *(nn.ReLU(), nn.Linear(4 * width, width)),
+        )
+        self.after, self.ended_s = after, list[float]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.after(batch_idx)
+        self.ended_s.append(time.perf_counter())
+        loss: Tensor = self.net(batch["input_ids"]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tuple[Any, Any]:
+    """Train once. Return the summary, and the time of each step on the host (in milliseconds)."""
+    with tempfile.TemporaryDirectory() as folder:
+        width = 2048 if device == "cuda" else 96  # A step takes about 10 ms.
+        task = Task(lambda step: case.each(plant, step), width).to(device)
+        plant = Plant(folder, task)
+        if case.thread:
+            plant.thread(getattr(plant, case.thread))
+        timer: Any = None
+        try:
+            if front == "lightning":
+                timer = GPUPhaseTimer(print_summary=False) if timed else None
+                accelerator = "gpu" if device == "cuda" else "cpu"
+                callbacks = [timer] if timer else []
+                trainer = bare_trainer(accelerator=accelerator, max_epochs=1, callbacks=callbacks)
+                trainer.fit(task, batches(case, device, steps))
+            else:
+                optimizer = task.configure_optimizers()
+                timer = GPUPhaseHooks(task.net, optimizer) if timed else None
+                loader = batches(case, device, steps)
+                with timer or nullcontext():
+                    for step, batch in enumerate(timer.steps(loader) if timer else loader):
+                        task.training_step(batch, step).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+        finally:
+            plant.end()
+        return timer.summary() if timer else None, 1e3 * np.diff(task.ended_s[20:])
+
+
+def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
+    """Return the causes that the timer names, and which checks passed."""
+    clean_ms, planted_ms = (
+        _excess(run(each, front, device, steps, timed=False)[1]).sum() for each in (Case(""), case)
+    )
+    summary, _ = run(case, front, device, steps, timed=True)
+    outside = summary.measurement.outside
+    causes = [(str(cause), cause.share) for cause in (outside.causes if outside else ())]
+    if outside is not None and outside.blocking is not None:
+        causes.append((str(outside.blocking), outside.blocking.share))
+    if summary.slow is not None:
+        shares = summary.slow.cause_shares.items()
+        causes += [(name, share / summary.slow.share) for name, share in shares if share >= 0.02]
+    truth = float(max(1 - clean_ms / planted_ms, 0.0)) if planted_ms else 0.0
+    matched = [share for text, share in causes if case.pattern and re.search(case.pattern, text)]
+    checks = {"false": len(causes) > len(matched)}
+    if case.pattern:
+        checks |= {"named": bool(matched), "share": abs(sum(matched) - truth) <= TOLERANCE}
+    return {
+        "causes": [f"{share:.2f} {text}" for text, share in causes],
+        "true": round(truth, 2),
+        **checks,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--only", default="", help="causes with this in the name")
+    parser.add_argument("--front", choices=("plain", "lightning"), help="only this front end")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rounds", type=int, default=1, help="number of runs of each cause")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    arguments = parser.parse_args()
+    names = [name for name in CASES if arguments.only in name]
+    if arguments.device == "cpu":
+        names = [name for name in names if not CASES[name].needs_gpu]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for logger in ("lightning.pytorch", "lightning_gputime"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    rows: dict[str, Any] = {}
+    for name in names:
+        for front in [arguments.front] if arguments.front else ["plain", "lightning"]:
+            for round_ in range(arguments.rounds):
+                row = check(CASES[name], front, arguments.device, arguments.steps)
+                rows[f"{front}: {name}, {round_}"] = row
+                print(f"{front}: {name}", row, flush=True)
+    counts = {
+        key: f"{sum(row[key] for row in rows.values() if key in row)}"
+        f" of {sum(key in row for row in rows.values())}"
+        for key in ("named", "share", "false")
+    }
+    print(counts)
+    if arguments.json:
+        header = environment(*["gpu"] * torch.cuda.is_available(), "host", "python", "command")
+        save(arguments.json, {**header, **counts, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""What else runs on the machine: threads, processes, pressure and swap.
+
+A *source* returns cumulative values by name, such as the CPU time of each thread. `MachineLog`
+reads the sources next to the loop. The growth of a value during a step is the step's exposure.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._attribution.overlap import Candidate
+from lightning_gputime._compat.python_ import place_in_thread
+from lightning_gputime._measurement.culprits import Source
+from lightning_gputime._record.clock import IGNORED_THREADS, core_times
+
+_MAX_COST = 1e-3  # Fraction of the time that reading a source may take.
+_LOOP_NS, _THREAD_NS = 250_000_000, 50_000_000  # Minimum interval of reads, by thread.
+_IDLE_NS = 60_000_000_000  # The sampling thread ends if no step was read for this long.
+_MAX_READINGS = 2000  # Of more readings, every second is dropped.
+_MAX_PLACES = 50  # A thread's function is looked up this often: it takes longer than the rest.
+_MIN_BUSY = 0.05  # Threads and processes below this fraction of a core are not tracked.
+_RESCAN_S = 1.0  # Minimum interval of searches for processes that have become busy.
+_TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
+_NUMBERS = re.compile(r"[-_ ]*\d+")
+
+
+BLOCKED = "blocked"
+"""Name of the time in which the thread of the loop was blocked."""
+
+
+class Growing:
+    """Sums by name, from values by id that only grow. An id may appear and disappear.
+
+    Args:
+        from_zero: True if an id that appears after the first call has grown from zero.
+    """
+
+    def __init__(self, *, from_zero: bool) -> None:
+        self.sums = defaultdict[str, float](float)
+        self._from_zero = from_zero
+        self._last: dict[Any, float] | None = None
+
+    def add(self, values: Mapping[tuple[str, Any], float]) -> dict[tuple[str, Any], float]:
+        """Add new values by name and id. Return by how much they have grown."""
+        last, is_known = self._last or {}, self._last is None or not self._from_zero
+        growth = {
+            key: value - last.get(key, value if is_known else 0.0) for key, value in values.items()
+        }
+        self._last = dict(values)
+        for (name, _), grown in growth.items():
+            if grown > 0.0:
+                self.sums[name] += grown
+        return growth
+
+
+class Machine:
+    """A source: cumulative values by name, with the place of each name."""
+
+    kind = ""
+
+    def __init__(self) -> None:
+        self.places = defaultdict[str, Counter[str]](Counter)
+
+    def read(self) -> Mapping[str, float]:
+        """Return the values now. Raises OSError if the system does not have them."""
+        raise NotImplementedError
+
+
+class Threads(Machine):
+    """CPU time of other Python threads (in seconds), and the function that each runs.
+
+    Threads with the same name except for numbers are one. `BLOCKED` is the time in which the thread
+    of the loop neither ran nor waited for a core. Create it in that thread.
+    """
+
+    kind = "thread"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop, self._times = threading.get_native_id(), Growing(from_zero=True)
+        self._blocked_s = 0.0
+        if core_times(self._loop) is None:
+            raise OSError
+
+    def read(self) -> Mapping[str, float]:
+        values, threads = {}, {}
+        for thread in threading.enumerate():
+            is_other = thread.native_id not in (None, self._loop)
+            is_other = is_other and not any(part in thread.name for part in IGNORED_THREADS)
+            times = core_times(thread.native_id) if is_other else None
+            if times is not None:
+                # Python names a thread "Thread-7 (save)" after its function.
+                function = re.search(r"\((\w+)\)$", thread.name)
+                name = function[1] if function else _NUMBERS.sub("", thread.name)
+                key = f"thread `{name}`", thread.native_id
+                values[key], threads[key] = times[0] / 1e9, thread
+        for key, grown in self._times.add(values).items():
+            places = self.places[key[0]]
+            if grown > 0.0 and places.total() < _MAX_PLACES:
+                place = place_in_thread(threads[key].ident or 0)
+                if place is not None:
+                    places[str(Source(place[0], place[1], place[1], place[2]))] += 1
+        of_loop = core_times(self._loop)
+        if of_loop is not None:
+            self._blocked_s = (time.perf_counter_ns() - sum(of_loop)) / 1e9
+        return {**self._times.sums, BLOCKED: self._blocked_s}
+
+
+class Processes(Machine):
+    """CPU time of busy child processes, and of other processes on the cores of this process."""
+
+    kind = "process"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times, self._pid = Growing(from_zero=False), os.getpid()
+        self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self._busy: Sequence[int] = ()
+        self._ticks: dict[int, float] = {}  # CPU time of each process in the newest search.
+        self._searched_s, self._search_s = 0.0, 0.0  # End and duration of that search.
+        self._stat(self._pid)
+
+    def read(self) -> Mapping[str, float]:
+        now_s = time.perf_counter()
+        if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _MAX_COST):
+            self._search()
+        values = {}
+        for pid in self._busy:
+            with suppress(OSError, ValueError, IndexError):
+                name, parent, core, seconds = self._stat(pid)
+                if parent == self._pid or core in self._cores:
+                    kind = "child process" if parent == self._pid else "process"
+                    values[f"{kind} `{name}`", pid] = seconds
+        for (name, pid), grown in self._times.add(values).items():
+            if grown > 0.0:
+                self.places[name][f"pid {pid}"] += 1
+        return self._times.sums
+
+    def _search(self) -> None:
+        """Find the processes that have become busy since the last search."""
+        start_s, before, elapsed_s = time.perf_counter(), self._ticks, 0.0
+        elapsed_s = start_s - self._searched_s if self._searched_s else 0.0
+        found: dict[int, float] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != self._pid:
+                with suppress(OSError, ValueError, IndexError):
+                    found[int(name)] = self._stat(int(name))[3]
+        self._busy = [
+            pid
+            for pid, seconds in found.items()
+            # A process that is new may have used all of its time since the last search.
+            if elapsed_s and seconds - before.get(pid, 0.0) >= _MIN_BUSY * elapsed_s
+        ]
+        self._ticks, self._searched_s = found, time.perf_counter()
+        self._search_s = self._searched_s - start_s
+
+    def _stat(self, pid: int) -> tuple[str, int, int, float]:
+        """Return name, parent, newest core and CPU time of a process."""
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            head, _, tail = file.read().rpartition(")")
+        fields = tail.split()  # From the third field of `man proc_pid_stat` on.
+        seconds = (int(fields[11]) + int(fields[12])) * _TICK_S
+        return head.partition("(")[2], int(fields[1]), int(fields[36]), seconds
+
+
+class GPUProcesses(Machine):
+    """Time that other processes use the GPU, if the package `pynvml` is installed."""
+
+    kind = "process"
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            raise OSError  # It renumbers the GPUs.
+        try:
+            self._nvml: Any = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            self._handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+        except Exception as error:
+            raise OSError from error
+        self._since_us, self._read_s = 0, time.perf_counter()
+        self._sum_s = 0.0
+
+    def read(self) -> Mapping[str, float]:
+        now_s = time.perf_counter()
+        elapsed_s, self._read_s = now_s - self._read_s, now_s
+        samples = []
+        with suppress(self._nvml.NVMLError):  # It raises if no process has used the GPU.
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._since_us)
+        others = [sample for sample in samples if sample.pid != os.getpid() and sample.smUtil > 0]
+        self._since_us = max([self._since_us, *(sample.timeStamp for sample in samples)])
+        self._sum_s += elapsed_s * min(sum(sample.smUtil for sample in others) / 100, 1.0)
+        for sample in others:
+            self.places["another process on the GPU"][f"pid {sample.pid}"] += 1
+        return {"another process on the GPU": self._sum_s}
+
+
+class Pressure(Machine):
+    """Time in which a process of the machine waited for a resource, as Linux counts it."""
+
+    kind = "pressure"
+    _NAMES: Mapping[str, str] = {
+        "io": "processes that wait for storage",
+        "memory": "processes that wait for memory",
+        "cpu": "processes that wait for a CPU core",
+    }
+
+    def read(self) -> Mapping[str, float]:
+        found = {}
+        for resource, name in self._NAMES.items():
+            with open(f"/proc/pressure/{resource}", encoding="ascii") as file:
+                found[name] = int(file.readline().rpartition("total=")[2]) / 1e6
+        return found
+
+
+class VirtualMemory(Machine):
+    """Pages that the kernel has swapped, or read for a page fault.
+
+    Pages that it writes to disk are no cause by themselves: `Pressure` has the waits for storage.
+    """
+
+    kind = "pages"
+    _NAMES: Mapping[str, str] = {
+        "pswpin": "swapping",
+        "pswpout": "swapping",
+        "pgmajfault": "page faults that read from disk",
+    }
+
+    def read(self) -> Mapping[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        with open("/proc/vmstat", encoding="ascii") as file:
+            for line in file:
+                name, _, value = line.partition(" ")
+                if name in self._NAMES:
+                    found[self._NAMES[name]] += int(value)
+        return found
+
+
+class Reading(NamedTuple):
+    """Values of a source at a host time (in nanoseconds)."""
+
+    ns: int
+    values: Mapping[str, float]
+
+
+class MachineLog:
+    """Readings of the sources: at reads of steps, or in a thread of its own after `sample_often`.
+
+    Each source is read so rarely that it takes at most 0.1 % of the time.
+
+    Args:
+        now_ns: Time of each reading; any thread may call it.
+        sources: Functions that create the sources, by what they observe. If the system does not
+            have a source, they raise OSError.
+    """
+
+    def __init__(
+        self, now_ns: Callable[[], int], sources: Mapping[str, Callable[[], Machine]]
+    ) -> None:
+        self._now_ns = now_ns
+        self._logs: list[tuple[Machine, list[Reading]]] = []
+        self._due_ns: list[int] = []  # Next read of each source.
+        self._cost_ns: list[float] = []  # CPU time of a read of each source.
+        self.missing: list[str] = []
+        """What cannot be observed on this system."""
+        self._lock = threading.Lock()  # Held while the sources are read.
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._used_ns = time.perf_counter_ns()  # Time of the newest call of `read`.
+        for observed, create in sources.items():
+            try:
+                source = create()
+                source.read()
+            except (OSError, ValueError, IndexError):
+                self.missing.append(observed)
+            else:
+                self._logs.append((source, []))
+                self._due_ns.append(0)
+                self._cost_ns.append(1e5)
+
+    def read(self) -> None:
+        """Read the sources that are due. Call it in the thread of the loop."""
+        self._used_ns = time.perf_counter_ns()
+        if self._thread is None or not self._thread.is_alive():
+            self._read(_LOOP_NS)
+
+    def sample_often(self) -> None:
+        """Read the sources in a thread, which sees what happens between reads of steps."""
+        if self._logs and (self._thread is None or not self._thread.is_alive()):
+            self._wake.clear()
+            name = f"{__name__.partition('.')[0]} sampler"
+            target, log = _sample, weakref.ref(self)
+            self._thread = threading.Thread(
+                target=target, args=(log, self._wake), name=name, daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._wake.set()
+
+    def sample(self) -> bool:
+        """Read the sources that are due. Return False if no step was read for a minute."""
+        self._read(_THREAD_NS)
+        return time.perf_counter_ns() - self._used_ns < _IDLE_NS
+
+    def _read(self, min_interval_ns: int) -> None:
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            for i, (source, readings) in enumerate(self._logs):
+                if time.perf_counter_ns() < self._due_ns[i]:
+                    continue
+                start_ns = time.thread_time_ns()
+                with suppress(OSError, ValueError, IndexError):
+                    readings.append(Reading(self._now_ns(), dict(source.read())))
+                if len(readings) > _MAX_READINGS:
+                    del readings[1:-1:2]
+                # A moving average, because the first read may take much longer than the others.
+                cost_ns, mean_ns = time.thread_time_ns() - start_ns, self._cost_ns[i]
+                self._cost_ns[i] = mean_ns = 0.8 * mean_ns + 0.2 * min(cost_ns, 4.0 * mean_ns)
+                interval_ns = max(min_interval_ns, int(mean_ns / _MAX_COST))
+                self._due_ns[i] = time.perf_counter_ns() + interval_ns
+        finally:
+            self._lock.release()
+
+    def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
+        """Return what grew during some of the steps with these host times.
+
+        The values are NaN before the first and after the last reading.
+        """
+        found = []
+        # A host that runs ahead of the device may launch a step in almost no time.
+        ends_ns = np.maximum(ends_ns, starts_ns + 1e6)
+        for source, log in self._logs:
+            readings = log[:]
+            names = dict.fromkeys(name for reading in readings for name in reading.values)
+            at_ns = np.array([reading.ns for reading in readings], float)
+            for name in names:
+                sums = np.array([reading.values.get(name, 0.0) for reading in readings])
+                if len(sums) < 3 or sums[-1] <= sums[0]:
+                    continue
+                grown = np.interp(ends_ns, at_ns, sums) - np.interp(starts_ns, at_ns, sums)
+                values = np.round(grown / ((ends_ns - starts_ns) / 1e9), 3)  # No rounding errors.
+                values[(ends_ns < at_ns[0]) | (starts_ns > at_ns[-1])] = np.nan
+                most = source.places[name].most_common(1) if name in source.places else []
+                found.append(Candidate(name, values, most[0][0] if most else "", source.kind))
+        return found
+
+
+def system_sources(gpu: int | None) -> dict[str, Callable[[], Machine]]:
+    """Return the sources of this system, the most specific first.
+
+    Args:
+        gpu: Index of the GPU; None without one.
+    """
+    sources: dict[str, Callable[[], Machine]] = {
+        "threads": Threads,
+        "other processes": Processes,
+        "pressure": Pressure,
+        "swap": VirtualMemory,
+    }
+    # Without NVML, do not complain: the package is optional.
+    if gpu is not None and importlib.util.find_spec("pynvml") is not None:
+        sources["other processes on the GPU"] = partial(GPUProcesses, gpu)
+    return sources
+
+
+def _sample(log: "weakref.ref[MachineLog]", wake: threading.Event) -> None:
+    """Sample until the log is stopped or deleted."""
+    while not wake.wait(_THREAD_NS / 1e9):
+        owner = log()
+        if owner is None or sys.is_finalizing():
+            return
+        try:
+            if not owner.sample():
+                return
+        except Exception:  # Sampling must never disturb the training.
+            return
+        del owner

@@ -1,0 +1,276 @@
+"""Join the times of steps with what ran next to them, their batches, and the GPU's clock."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from lightning_gputime._attribution.batch import BatchLog
+from lightning_gputime._attribution.gpu_clock import GPUClock
+from lightning_gputime._attribution.machine import (
+    BLOCKED,
+    Machine,
+    MachineLog,
+    Threads,
+    system_sources,
+)
+from lightning_gputime._attribution.overlap import (
+    MIN_STEPS,
+    Attribution,
+    Candidate,
+    attribute,
+)
+from lightning_gputime._measurement.changes import Slowdown
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.outside import OutsideCause, OutsideSummary
+from lightning_gputime._measurement.slow import (
+    MIN_EXCESS_DEVIATIONS,
+    MIN_EXCESS_MS,
+    MIN_EXCESS_SHARE,
+    SlowLog,
+)
+from lightning_gputime._measurement.untimed import UntimedSteps
+from lightning_gputime._measurement.wall_clock import WallClock
+from lightning_gputime._record.clock import Clock, HostClock, LoopTime
+
+_NEIGHBORS = 51  # Number of steps whose median is the baseline of the step in their middle.
+_MIN_BLOCKED = 0.3  # Minimum fraction of the time for a thread to be reported as blocking the loop.
+_MAX_STEPS = 4000  # Number of newest timed steps that are joined.
+_MIN_EXCESS_SHARE = (
+    0.02  # Excess as a fraction of the time of steps, from which on to sample often.
+)
+# Minimum probability that a value after a slowdown is larger than one before it, and maximum
+# distance of its own change from the slowdown, as a fraction of the steps.
+_MIN_ORDERED, _MAX_DISTANCE = 0.97, 0.05
+_MIN_GROWTH = 0.1  # Minimum change of a value at a slowdown, as a fraction of the value.
+
+Sources = Mapping[str, Callable[[], Machine]]
+
+
+class Surroundings:
+    """What ran next to the steps of a session, and what was in the batches of timed steps.
+
+    Times are cumulative times of all steps, in which evaluations and pauses take no time.
+
+    Args:
+        clock: Clock of the device.
+        wall_clock: Counts the time of all steps.
+        slow: Log of slow steps.
+        untimed: Durations of all steps if only some are timed.
+        sources: Sources of the machine; by default those of the system.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        wall_clock: WallClock,
+        slow: SlowLog,
+        untimed: UntimedSteps,
+        sources: Sources | None = None,
+    ) -> None:
+        self._slow, self._untimed = slow, untimed
+        self._wall_clock = wall_clock
+        self._host_ns: Callable[[], int] | None = clock.host_ns  # None in a copy.
+        self.batches, self.gpu = BatchLog(), GPUClock(clock)
+        # On a device, a delay of the host may appear in the step after it.
+        self._runs_ahead = not isinstance(clock, HostClock)
+        if sources is None:
+            # Nothing on the machine can be compared with a simulated clock.
+            is_real = clock.host_ns is time.perf_counter_ns or isinstance(clock.host_ns, LoopTime)
+            device: Any = getattr(clock, "device", None)
+            is_cuda = device is not None and device.type == "cuda"
+            sources = system_sources((device.index or 0) if is_cuda else None) if is_real else {}
+        self._sources: Sources = sources
+        self._machine: MachineLog | None = None
+        # Number, index, start and end of each timed step, and its time (in milliseconds).
+        self._timed: deque[tuple[int, int, int, int, float]] = deque(maxlen=_MAX_STEPS)
+        self._step_ms = 0.0  # Time of all timed steps.
+        self._cached: tuple[Any, OutsideSummary | None] = (None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no thread, no clock, and no sources that name threads of this process. It keeps
+        # the summary so far.
+        cleared: dict[str, Any] = {"_machine": None, "_sources": {}, "_host_ns": None}
+        cleared |= {"_timed": self._timed.copy(), "_cached": (None, self._summary())}
+        return {**self.__dict__, **cleared}
+
+    def steps_read(self, read: ReadSteps) -> None:
+        """Add timed steps. Call it in the thread of the loop."""
+        all_ms = read.sums.each_ms
+        self._step_ms += sum(all_ms)
+        outside_ns = self._wall_clock.outside_ns
+        self._timed.extend(
+            [
+                (
+                    *(step.number, step.step_index),
+                    *(step.host_ns[0] - outside_ns, step.host_ns[-1] - outside_ns),
+                    ms,
+                )
+                for step, ms in zip(read.records, all_ms, strict=True)
+                if step.lines is None
+            ]
+        )
+        machine = self._read_machine()
+        if self._slow.excess_ms > _MIN_EXCESS_SHARE * self._step_ms:
+            machine.sample_often()
+
+    def _read_machine(self) -> MachineLog:
+        if self._machine is None:
+            self._machine = MachineLog(self._steps_ns, self._sources)
+        self._machine.read()
+        return self._machine
+
+    def _steps_ns(self) -> int:
+        assert self._host_ns is not None
+        return self._wall_clock.steps_ns(self._host_ns())
+
+    def remove(self) -> None:
+        """End the thread. Safe to call twice."""
+        if self._machine is not None:
+            self._machine.stop()
+
+    def explain(self, m: Measurement) -> Measurement:
+        """Return a measurement with the causes outside of the loop. Any thread may call it."""
+        slowdown = m.slowdown
+        if slowdown is not None and slowdown.change > 0 and slowdown.until_step is None:
+            slowdown = replace(slowdown, reason=self._reason_of(slowdown))
+        key = m.steps, m.untimed_steps
+        if self._cached[0] != key:
+            self._cached = key, self._summary()
+        return replace(m, slowdown=slowdown, outside=self._cached[1], gpu_mhz=self.gpu.median_mhz)
+
+    def _summary(self) -> OutsideSummary | None:
+        if self._host_ns is None:
+            return self._cached[1]
+        timed = np.array([*self._timed], float).reshape(-1, 5)
+        left_ms = self._slow.unexplained_ms()
+        excess_ms = np.array([left_ms.get(int(number), 0.0) for number in timed[:, 0]])
+        steps, all_ms, machine_excess_ms = timed[:, 1:4], timed[:, 4], excess_ms
+        candidates = [
+            *self._of_machine(steps, specific=True),
+            *self.batches.candidates(timed[:, 0].astype(int).tolist()),
+            *self._of_machine(steps, specific=False),
+        ]
+        found = []
+        every = np.array([*self._untimed.newest], float).reshape(-1, 3)
+        if len(every) > len(timed) and not self._untimed.is_gpu_bound:
+            # Also search the untimed steps. Their batches are unknown.
+            batches = [each for each in candidates if each.kind == "batch"]
+            found += attribute(excess_ms, batches)
+            steps, all_ms = every, (every[:, 2] - every[:, 1]) / 1e6
+            machine_excess_ms = _excess(all_ms)
+            # In timed steps, leave out what is explained.
+            known = {int(row[1]): ms for row, ms in zip(timed, excess_ms, strict=True)}
+            for i, index in enumerate(every[:, 0].astype(int).tolist()):
+                if index in known:
+                    machine_excess_ms[i] = min(machine_excess_ms[i], known[index])
+            candidates = [
+                each for of in (True, False) for each in self._of_machine(steps, specific=of)
+            ]
+        if len(steps) < MIN_STEPS:
+            return None
+        found += attribute(machine_excess_ms, candidates)
+        blocking = self._blocking_thread(steps)
+        missing = tuple(self._machine.missing) if self._machine is not None else ()
+        if not (found or blocking or missing):
+            return None
+        return OutsideSummary(
+            n=int(np.count_nonzero(machine_excess_ms)),
+            steps=len(steps),
+            share=float(machine_excess_ms.sum() / all_ms.sum()),
+            causes=tuple(map(self._cause, found)),
+            not_checked=missing,
+            blocking=blocking,
+        )
+
+    def _blocking_thread(self, steps: Any) -> OutsideCause | None:
+        """Return the thread that ran for most of the time in which the loop was blocked."""
+        if self._machine is None:
+            return None
+        found = self._machine.candidates(steps[:, 1], steps[:, 2])
+        known = [each for each in found if np.isfinite(each.values).sum() >= MIN_STEPS]
+        shares = {each.name: float(np.nanmean(each.values)) for each in known}
+        threads = [each for each in known if each.kind == Threads.kind and each.name != BLOCKED]
+        busiest = max(threads, key=lambda each: shares[each.name], default=None)
+        if busiest is None:
+            return None
+        share = min(shares[busiest.name], shares.get(BLOCKED, 0.0), 1.0)
+        if share < _MIN_BLOCKED:
+            return None
+        return OutsideCause("thread", busiest.name, busiest.place, share, share, share, 1.0)
+
+    def _of_machine(self, steps: Any, *, specific: bool) -> list[Candidate]:
+        """Return candidates with or without a place, given index, start and end of each step."""
+        if self._machine is None or not len(steps):
+            return []
+        ends = steps[:, 2].copy()
+        if self._runs_ahead:
+            follows = np.diff(steps[:, 0]) == 1
+            ends[:-1] = np.where(follows, ends[1:], ends[:-1])
+        found = self._machine.candidates(steps[:, 1], ends)
+        return [each for each in found if bool(each.place) == specific and each.name != BLOCKED]
+
+    def _cause(self, found: Attribution) -> OutsideCause:
+        candidate = found.candidate
+        name, place = candidate.name, candidate.place
+        if candidate.kind == "batch":
+            name = f"batches with more than {found.threshold:,.0f} {candidate.name}"
+            place = "" if candidate.name == "elements" else self.batches.padding
+        return OutsideCause(
+            candidate.kind, name, place, found.share, found.low, found.high, found.exposed
+        )
+
+    def _reason_of(self, slowdown: Slowdown) -> str:
+        """Return what has changed at the same time; empty if nothing has."""
+        if change := self.gpu.change_at(slowdown.since_step):
+            return f"{change}, not your code"
+        timed = np.array([*self._timed], float).reshape(-1, 5)
+        is_after = timed[:, 0] >= slowdown.since_step
+        if slowdown.kind != "jump" or min(is_after.sum(), (~is_after).sum()) < MIN_STEPS:
+            return ""
+        candidates = [
+            *self._of_machine(timed[:, 1:4], specific=True),
+            *self.batches.candidates(timed[:, 0].astype(int).tolist()),
+        ]
+        changes = (_change_of(candidate, is_after) for candidate in candidates)
+        return next(filter(None, changes), "")
+
+
+def _excess(all_ms: Any) -> Any:
+    """Return the time of each step above the median of its neighbors; 0 for steps not slow."""
+    if len(all_ms) < MIN_STEPS:
+        return np.zeros(len(all_ms))
+    padded = np.pad(all_ms, _NEIGHBORS // 2, mode="reflect")
+    baseline = np.median(np.lib.stride_tricks.sliding_window_view(padded, _NEIGHBORS), axis=1)
+    away = all_ms - baseline
+    min_ms = np.maximum(MIN_EXCESS_SHARE * baseline, MIN_EXCESS_MS)
+    min_ms = np.maximum(min_ms, MIN_EXCESS_DEVIATIONS * np.median(np.abs(away)))
+    return np.where(away > min_ms, away, 0.0)
+
+
+def _change_of(candidate: Candidate, is_after: Any) -> str:
+    """Return how a value has grown at a slowdown, as part of a sentence; empty if it has not."""
+    is_known = np.isfinite(candidate.values)
+    values, is_after = candidate.values[is_known], is_after[is_known]
+    before, after = np.sort(values[~is_after]), values[is_after]
+    if min(len(before), len(after)) < MIN_STEPS:
+        return ""
+    was, now = float(np.median(before)), float(np.median(after))
+    is_larger = np.searchsorted(before, after, side="left").mean() / len(before)
+    if is_larger < _MIN_ORDERED or now - was < _MIN_GROWTH * max(was, 1e-9) or not isfinite(now):
+        return ""
+    # The change of the value is where its mean before and after differs most, by standard errors.
+    n, sums = len(values), np.cumsum(values - values.mean())[:-1]
+    at = np.arange(1, n)
+    change = int(at[np.argmax(np.abs(sums) / np.sqrt(at * (n - at)))])
+    if abs(change - len(before)) > max(_MAX_DISTANCE * n, 5):
+        return ""
+    place = f" ({candidate.place})" if candidate.place else ""
+    if candidate.kind == "batch":
+        return f"batches have {now:,.0f} {candidate.name} since then, and {was:,.0f} before"
+    return f"{candidate.name}{place} since then"

@@ -1,0 +1,347 @@
+"""Causes of slow steps outside of the loop: the machine, batches, and the GPU's clock."""
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import FakeGPU, raw
+from fake_lightning import Model, fit, timer_of
+from fake_loop import Loop, hooks, run_of, with_facts
+from torch import Tensor
+
+from lightning_gputime import GPUPhaseHooks, compare
+from lightning_gputime._attribution import machine
+from lightning_gputime._attribution.batch import BatchLog, Content
+from lightning_gputime._attribution.machine import (
+    BLOCKED,
+    GPUProcesses,
+    Machine,
+    MachineLog,
+    Pressure,
+    Processes,
+    Threads,
+    VirtualMemory,
+    system_sources,
+)
+
+STEPS = 300
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class Busy(Machine):
+    """CPU time of a thread that tests let run."""
+
+    kind = "thread"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran_s = self.blocked_s = 0.0
+        self.places["thread `save`"]["train.py:12"] += 1
+
+    def read(self) -> dict[str, float]:
+        return {"thread `save`": self.ran_s, BLOCKED: self.blocked_s}
+
+
+def train(
+    loop: Loop, busy: Busy, *, delays: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> GPUPhaseHooks:
+    """Train while a thread runs in 3 of 50 steps, which delays the loop or does not."""
+    # Real sources would be compared with a simulated clock, and a thread would need real time.
+    monkeypatch.setattr(machine, "_LOOP_NS", 0)
+    monkeypatch.setattr(machine, "_MAX_COST", float("inf"))
+    monkeypatch.setattr(MachineLog, "sample_often", lambda log: None)
+    timer = hooks(loop, **options)
+    with timer:
+        session: Any = timer._session
+        session._surroundings._sources = {"threads": lambda: busy}
+        for number, x in enumerate(timer.steps(loop.batches(STEPS))):
+            runs = number % 50 < 3 and number > 5
+            session._surroundings._read_machine()
+            if runs:
+                busy.ran_s += 0.02
+            if runs if delays else number % 37 == 9:
+                loop.gpu.host_work(40.0)
+            loop.train(x)
+            session._surroundings._read_machine()
+    return timer
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_thread_that_runs_in_slow_steps_is_named_with_its_share(
+    loop: Loop, every_n_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = train(loop, Busy(), delays=True, monkeypatch=monkeypatch, every_n_steps=every_n_steps)
+    summary = timer.summary()
+    outside = summary.measurement.outside
+    assert outside is not None
+    [cause] = outside.causes
+    assert (cause.kind, str(cause)) == ("thread", "thread `save` (train.py:12)")
+    assert cause.share > 0.9
+    assert cause.low > 0.7
+    assert f"with {cause}" in str(summary)
+    assert any(text.startswith(f"move the work of {cause} to a process") for text in summary.advice)
+    assert pickle.loads(pickle.dumps(timer._results)).measurement().outside is not None
+
+
+def test_thread_that_runs_in_other_steps_is_not_named(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = train(loop, Busy(), delays=False, monkeypatch=monkeypatch)
+    summary = timer.summary()
+    assert summary.slow is not None
+    assert summary.slow.n >= 5
+    assert summary.measurement.outside is None
+
+
+@pytest.mark.parametrize(("blocked_ms", "is_named"), [(12.0, True), (1.0, False)])
+def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
+    loop: Loop, blocked_ms: float, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Spinning(Busy):
+        def read(self) -> dict[str, float]:
+            self.ran_s = loop.gpu.now / 1e9
+            self.blocked_s = self.ran_s * blocked_ms / 15.625
+            return super().read()
+
+    timer = train(loop, Spinning(), delays=False, monkeypatch=monkeypatch)
+    outside = timer.summary().measurement.outside
+    assert (outside is not None) == is_named
+    if outside is not None:
+        assert outside.blocking is not None
+        assert outside.blocking.share == pytest.approx(12.0 / 15.625, rel=0.05)
+        [advice] = [text for text in timer.summary().advice if "thread `save`" in text]
+        assert advice.startswith("move the work of thread `save` (train.py:12) to a process")
+        assert outside.sentences[0] in str(timer.summary())
+
+
+def lengths(n: int) -> Iterator[int]:
+    """Yield the lengths of sequences: 1 of 20 batches is long."""
+    for number in range(n):
+        yield 200 if number % 20 == 7 else 40 + number % 5
+
+
+def test_long_batches_explain_slow_steps_and_padding_is_reported(loop: Loop) -> None:
+    with hooks(loop) as timer:
+
+        def batches() -> Iterator[dict[str, Tensor]]:
+            for length, _ in zip(lengths(STEPS), loop.batches(STEPS), strict=True):
+                mask = torch.zeros(4, length, dtype=torch.long)
+                mask[:, : length // 2] = 1
+                yield {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
+
+        for batch in timer.steps(batches()):
+            loop.gpu.work(batch["input_ids"].shape[1] / 8)
+            loop.train(torch.ones(1, 2))
+    outside = timer.summary().measurement.outside
+    assert outside is not None
+    [cause] = outside.causes
+    assert cause.share == pytest.approx(1.0, abs=0.02)
+    assert cause.name == "batches with more than 176 tokens"
+    assert cause.place == "50 % of the tokens are padding"
+    assert any("pack sequences" in text for text in timer.summary().advice)
+
+
+@pytest.mark.parametrize(
+    ("batch", "content"),
+    [
+        (torch.ones(3, 5), Content(elements=15)),
+        ({"input_ids": torch.ones(2, 7, dtype=torch.long)}, Content(tokens=14)),
+        ([torch.ones(3, 5), torch.ones(3, dtype=torch.long)], Content(elements=15)),
+        ([{"x": (torch.ones(2), torch.ones(2, 4, dtype=torch.int))}], Content(8, 0, 2)),
+        ("text", Content()),
+        (object(), Content()),
+    ],
+)
+def test_content_of_a_batch_is_read_from_shapes(batch: Any, content: Content) -> None:
+    log = BatchLog()
+    log.add(batch)
+    log.add(batch)
+    log.end_step(3)
+    twice = Content(*(2 * number for number in content))
+    assert [*log.steps] == [(3, twice)]
+    assert log.open is None
+
+
+def test_batch_that_raises_has_no_content() -> None:
+    class Odd(dict[str, Any]):
+        def keys(self) -> Any:
+            raise ValueError
+
+    log = BatchLog()
+    log.add(Odd(x=1))
+    assert log.open is None
+    meta = torch.ones(2, 3, dtype=torch.long, device="meta")
+    log.add({"attention_mask": meta})
+    assert log.open == Content(tokens=6)  # A mask that is not on the CPU is not read.
+
+
+def test_clock_that_falls_is_the_reason_of_a_slowdown(gpu: FakeGPU) -> None:
+    gpu.mhz = 2000.0
+    n, since = 1200, 600
+
+    def slow_down(number: int) -> None:
+        if number >= since:
+            gpu.mhz = 1600.0
+            gpu.work(6.0)
+
+    loop = Loop(gpu)
+    with hooks(loop, lines=True, every_n_steps=2) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(n))):
+            slow_down(number)
+            loop.train(x)
+    summary = timer.summary()
+    assert summary.slowdown is not None
+    assert summary.slowdown.reason == (
+        "the GPU's clock fell from 2,000 to 1,600 MHz, not your code"
+    )
+    assert summary.slowdown.reason in str(summary)
+    assert summary.measurement.gpu_mhz in (1600.0, 1800.0, 2000.0)
+
+
+def test_clock_is_not_measured_in_steps_that_count(gpu: FakeGPU) -> None:
+    gpu.mhz = 2000.0
+    loop = Loop(gpu)
+    with hooks(loop, lines=True, every_n_steps=1) as timer:
+        for x in timer.steps(loop.batches(50)):
+            loop.train(x)
+    assert timer.summary().measurement.gpu_mhz is None
+    callback = timer_of(gpu, lines=True, every_n_steps=4)
+    fit(gpu, Model(gpu), 60, timer=callback)
+    assert callback.summary().measurement.gpu_mhz == pytest.approx(2000.0)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "note"),
+    [
+        ((2000.0, 1600.0), "would differ by -4.0 %"),
+        ((2000.0, 1950.0), ""),
+        ((2000.0, None), ""),
+    ],
+)
+def test_compare_corrects_the_step_for_another_clock(clocks: tuple[Any, Any], note: str) -> None:
+    runs = []
+    for ms, mhz in zip((10.0, 12.0), clocks, strict=True):
+        run = run_of(raw(number, forward=ms) for number in range(40))
+        summary = with_facts(run.summary(), gpu_mhz=mhz)
+        runs.append(replace(run, _summary=summary))
+    found = [text for text in compare(*runs).notes if "clock" in text]
+    assert (note in found[0]) if note else not found
+
+
+# Sources of the system
+
+
+@ON_LINUX
+def test_busy_thread_is_named_by_its_function_and_line() -> None:
+    source, stop = Threads(), threading.Event()
+
+    def write_often() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=write_often, name="Thread-7 (write_often)")
+    source.read()
+    thread.start()
+    until = time.monotonic() + 10
+    while source.read().get("thread `write_often`", 0.0) < 0.02 and time.monotonic() < until:
+        time.sleep(0.01)
+    stop.set()
+    thread.join()
+    [(place, _)] = source.places["thread `write_often`"].most_common(1)
+    assert place.startswith("test_attribution.py:")
+    ran_s = source.read()["thread `write_often`"]
+    assert ran_s == source.read()["thread `write_often`"] >= 0.02  # The thread has ended.
+
+
+@ON_LINUX
+def test_busy_child_process_is_named_with_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_RESCAN_S", 0.0)
+    monkeypatch.setattr(machine, "_MAX_COST", float("inf"))
+    source = Processes()
+    source.read()
+    child = os.fork()
+    if child == 0:
+        while True:
+            pass
+    try:
+        until = time.monotonic() + 20
+        found: list[str] = []
+        while not found and time.monotonic() < until:
+            time.sleep(0.1)
+            values = source.read()
+            found = [name for name, s in values.items() if name.startswith("child") and s > 0.0]
+        assert source.places[found[0]] == {f"pid {child}": 1}
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+@ON_LINUX
+def test_sources_that_the_system_lacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MachineLog(time.perf_counter_ns, system_sources(None))
+    assert {type(source) for source, _ in log._logs} <= {
+        *(Threads, Processes, Pressure, VirtualMemory)
+    }
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(machine, "core_times", lambda native_id: None)
+    monkeypatch.setitem(machine.__dict__, "open", refuse)
+    log = MachineLog(time.perf_counter_ns, system_sources(None))
+    assert log.missing == ["threads", "other processes", "pressure", "swap"]
+    log.read()
+    log.sample_often()  # Starts no thread.
+    assert log._thread is None
+    assert log.candidates(np.zeros(3), np.ones(3)) == []
+
+
+def test_process_on_the_gpu_is_found_with_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [
+        SimpleNamespace(pid=os.getpid(), smUtil=90, timeStamp=5),
+        SimpleNamespace(pid=77, smUtil=50, timeStamp=6),
+    ]
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetProcessUtilization=lambda handle, since_us: samples,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    source = GPUProcesses(0)
+    assert source.read()["another process on the GPU"] > 0.0
+    assert source.places["another process on the GPU"] == {"pid 77": 1}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # It renumbers the GPUs.
+    log = MachineLog(time.perf_counter_ns, {"other processes": lambda: GPUProcesses(0)})
+    assert log.missing == ["other processes"]
+
+
+def test_sampling_thread_stops_with_its_log() -> None:
+    busy = Busy()
+    log = MachineLog(time.perf_counter_ns, {"threads": lambda: busy})
+    log.sample_often()
+    thread: Any = log._thread
+    until = time.monotonic() + 10
+    while len(log._logs[0][1]) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+        busy.ran_s += 0.02
+    assert len(log._logs[0][1]) >= 2
+    assert thread.name.startswith("lightning_gputime")  # Such threads are never named as a cause.
+    log.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    log.sample_often()
+    thread = log._thread
+    del log
+    thread.join(10)
+    assert not thread.is_alive()
