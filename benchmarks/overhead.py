@@ -1,6 +1,6 @@
 """Measure the time that timing adds to a step in Lightning, for several tools.
 
-Each tool trains in a process of its own. The processes take turns of 100 steps in random order, and
+Each tool trains in a process of its own. The processes take turns of 50 steps in random order, and
 all wait while one trains, so that changes of the machine's speed affect all tools alike. Two
 processes train without a timer; the difference between them is the noise. A tool that is not
 installed is left out.
@@ -36,7 +36,7 @@ from record import environment, new_parser, save
 from lightning_gputime import GPUPhaseTimer
 
 ROUNDS = {"gpt12": 12, "resnet50": 8}
-STEPS, WARMUP = 100, 5  # Steps per turn, and turns before the measurement.
+STEPS, WARMUP = 50, 6  # Steps per turn, and turns before the measurement.
 NONE, AGAIN, TRACEML = "no timer", "no timer, again", "TraceML"
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 PLOTTED = {"gpt12": ("12-layer GPT", "#0072B2"), "resnet50": ("ResNet-50", "#E69F00")}

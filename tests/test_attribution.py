@@ -56,8 +56,7 @@ def train(
 ) -> GPUPhaseHooks:
     """Train while a thread runs in 3 of 50 steps, which delays the loop or does not."""
     # Real sources would be compared with a simulated clock, and a thread would need real time.
-    monkeypatch.setattr(machine, "_LOOP_NS", 0)
-    monkeypatch.setattr(machine, "_MAX_COST", float("inf"))
+    monkeypatch.setattr(machine, "_IN_LOOP", (float("inf"), 0))
     monkeypatch.setattr(MachineLog, "sample_often", lambda log: None)
     timer = hooks(loop, **options)
     with timer:
@@ -265,7 +264,7 @@ def test_busy_thread_is_named_by_its_function_and_line() -> None:
 @ON_LINUX
 def test_busy_child_process_is_named_with_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_RESCAN_S", 0.0)
-    monkeypatch.setattr(machine, "_MAX_COST", float("inf"))
+    monkeypatch.setattr(machine, "_IN_THREAD", (float("inf"), 0))
     source = Processes()
     source.read()
     child = os.fork()

@@ -25,8 +25,10 @@ from lightning_gputime._compat.python_ import place_in_thread
 from lightning_gputime._measurement.culprits import Source
 from lightning_gputime._record.clock import IGNORED_THREADS, core_times
 
-_MAX_COST = 1e-3  # Fraction of the time that reading a source may take.
-_LOOP_NS, _THREAD_NS = 250_000_000, 50_000_000  # Minimum interval of reads, by thread.
+# Fraction of the time that reading a source may take, and minimum interval of reads: in the loop,
+# where all sources together may take 0.1 %, and in the sampling thread.
+_IN_LOOP, _IN_THREAD = (2e-4, 250_000_000), (1e-3, 50_000_000)
+_SAMPLE_S = 0.05
 _IDLE_NS = 60_000_000_000  # The sampling thread ends if no step was read for this long.
 _MAX_READINGS = 2000  # Of more readings, every second is dropped.
 _MAX_PLACES = 50  # A thread's function is looked up this often: it takes longer than the rest.
@@ -69,6 +71,8 @@ class Machine:
     """A source: cumulative values by name, with the place of each name."""
 
     kind = ""
+    in_loop = True
+    """False for a source that takes long. Only the sampling thread reads it."""
 
     def __init__(self) -> None:
         self.places = defaultdict[str, Counter[str]](Counter)
@@ -122,6 +126,7 @@ class Processes(Machine):
     """CPU time of busy child processes, and of other processes on the cores of this process."""
 
     kind = "process"
+    in_loop = False  # A search takes 10 ms.
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +139,7 @@ class Processes(Machine):
 
     def read(self) -> Mapping[str, float]:
         now_s = time.perf_counter()
-        if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _MAX_COST):
+        if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _IN_THREAD[0]):
             self._search()
         values = {}
         for pid in self._busy:
@@ -258,8 +263,6 @@ class Reading(NamedTuple):
 class MachineLog:
     """Readings of the sources: at reads of steps, or in a thread of its own after `sample_often`.
 
-    Each source is read so rarely that it takes at most 0.1 % of the time.
-
     Args:
         now_ns: Time of each reading; any thread may call it.
         sources: Functions that create the sources, by what they observe. If the system does not
@@ -282,7 +285,8 @@ class MachineLog:
         for observed, create in sources.items():
             try:
                 source = create()
-                source.read()
+                if source.in_loop:
+                    source.read()
             except (OSError, ValueError, IndexError):
                 self.missing.append(observed)
             else:
@@ -294,7 +298,7 @@ class MachineLog:
         """Read the sources that are due. Call it in the thread of the loop."""
         self._used_ns = time.perf_counter_ns()
         if self._thread is None or not self._thread.is_alive():
-            self._read(_LOOP_NS)
+            self._read(*_IN_LOOP, in_loop=True)
 
     def sample_often(self) -> None:
         """Read the sources in a thread, which sees what happens between reads of steps."""
@@ -313,15 +317,15 @@ class MachineLog:
 
     def sample(self) -> bool:
         """Read the sources that are due. Return False if no step was read for a minute."""
-        self._read(_THREAD_NS)
+        self._read(*_IN_THREAD)
         return time.perf_counter_ns() - self._used_ns < _IDLE_NS
 
-    def _read(self, min_interval_ns: int) -> None:
+    def _read(self, max_cost: float, min_interval_ns: int, *, in_loop: bool = False) -> None:
         if not self._lock.acquire(blocking=False):
             return
         try:
             for i, (source, readings) in enumerate(self._logs):
-                if time.perf_counter_ns() < self._due_ns[i]:
+                if time.perf_counter_ns() < self._due_ns[i] or (in_loop and not source.in_loop):
                     continue
                 start_ns = time.thread_time_ns()
                 with suppress(OSError, ValueError, IndexError):
@@ -331,7 +335,7 @@ class MachineLog:
                 # A moving average, because the first read may take much longer than the others.
                 cost_ns, mean_ns = time.thread_time_ns() - start_ns, self._cost_ns[i]
                 self._cost_ns[i] = mean_ns = 0.8 * mean_ns + 0.2 * min(cost_ns, 4.0 * mean_ns)
-                interval_ns = max(min_interval_ns, int(mean_ns / _MAX_COST))
+                interval_ns = max(min_interval_ns, int(mean_ns / max_cost))
                 self._due_ns[i] = time.perf_counter_ns() + interval_ns
         finally:
             self._lock.release()
@@ -380,7 +384,7 @@ def system_sources(gpu: int | None) -> dict[str, Callable[[], Machine]]:
 
 def _sample(log: "weakref.ref[MachineLog]", wake: threading.Event) -> None:
     """Sample until the log is stopped or deleted."""
-    while not wake.wait(_THREAD_NS / 1e9):
+    while not wake.wait(_SAMPLE_S):
         owner = log()
         if owner is None or sys.is_finalizing():
             return
