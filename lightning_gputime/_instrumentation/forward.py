@@ -34,20 +34,19 @@ from lightning_gputime._instrumentation.loop import Loop, Search, is_training
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachment, Attachments, Calls, Subscription
 from lightning_gputime._instrumentation.traced import NamedPhase, hook_after, hook_before
-from lightning_gputime._measurement.wall_clock import EVALUATION as EVALUATION_ENTRY
-from lightning_gputime._measurement.wall_clock import STEPS, WallClock
+from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     AFTER_UPDATE,
     BACKWARD,
     DATA,
-    EVALUATION,
     FORWARD,
     GENERATE,
     GRAD,
     INTERRUPTIONS,
     LOSS,
+    MAYBE_EVALUATION,
     OPTIMIZER,
     OTHER,
     TRAINING_STEP,
@@ -167,7 +166,8 @@ class ForwardBoundary:
         if self._evaluation_search is _ACTIVE and not is_training(self._model):
             self.evaluation.on_call_start(self.calls, GENERATE)
 
-    def exclude_evaluations(self) -> None:
+    def decide_evaluations(self) -> None:
+        """Decide which calls of the step that ends now are an evaluation, and exclude them."""
         self.evaluation.exclude_evaluations(self.calls, self._n_steps)
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
@@ -186,7 +186,7 @@ class ForwardBoundary:
             if is_dropped:
                 evaluation.reset()
             else:
-                self.exclude_evaluations()
+                self.decide_evaluations()
         if self.calls:
             self.was_ever_called = True
             self.calls = 0
@@ -397,7 +397,7 @@ class ForwardBoundary:
                 is_loss = self._is_loss(module, output)
             if is_loss:
                 # Its call was marked as `forward`, and its end by the last mark.
-                recorder.open.rename_before(FORWARD, LOSS)
+                recorder.open.relabel_before(FORWARD, LOSS)
                 # Modules inside a loss are part of it.
                 self._losses.add(key)
                 self._remove_hooks([id(inner) for inner in nn.Module.modules(module)])
@@ -512,8 +512,8 @@ class EvaluationSearch:
       equally many. Such a loop evaluates after `step()`. If the calls were a part of each step, the
       first step would have them, too.
 
-    The rules are applied when the step ends. Until then the calls have the label `EVALUATION`,
-    which counts as `other` if no rule applies.
+    The rules are applied when the step ends. Until then the calls have the label
+    `MAYBE_EVALUATION`, which counts as `other` if no rule applies.
 
     An untimed step has no marks. There, a span of calls lasts on the host's clock from the first
     call until other work of the step follows.
@@ -534,7 +534,7 @@ class EvaluationSearch:
         """True once an evaluation was found inside a step."""
         self._was_at_start = False  # True if the newest timed step began with its inner calls.
         self.is_pending = False
-        """True if the open step has calls in eval mode, so `exclude_evaluations` must be called."""
+        """True if the open step has calls in eval mode, so `decide_evaluations` must be called."""
         # Only steps with inner calls, that is calls in eval mode before the last update: the newest
         # of these steps as (step index, number of inner calls), and the number of all of them.
         self._inner_calls: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
@@ -551,7 +551,7 @@ class EvaluationSearch:
         self._open_span = None
         self._spans_ns.clear()
 
-    def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
+    def on_call_start(self, forwards: int, label: str = MAYBE_EVALUATION) -> None:
         """Mark an outermost call in eval mode without grad, after `forwards` training calls."""
         recorder = self._recorder
         if is_training(self._model):
@@ -567,7 +567,7 @@ class EvaluationSearch:
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(label)
 
-    def count(self, forwards: int, label: str = EVALUATION) -> _Place:
+    def count(self, forwards: int, label: str = MAYBE_EVALUATION) -> _Place:
         """Count a call in eval mode without grad. Return its place in the step."""
         place = forwards, self._optimizer.updates
         self.is_pending = True
@@ -600,7 +600,9 @@ class EvaluationSearch:
     def exclude_evaluations(self, forwards: int, step: int) -> None:
         """Exclude those calls of a step that are an evaluation. Call when the step ends.
 
-        `forwards` is its number of training calls.
+        Args:
+            forwards: Number of training calls in the step.
+            step: Index of the step.
         """
         updates = self._optimizer.updates
         # Final calls follow the last update, or the last backward in a loop without an optimizer.
@@ -609,25 +611,30 @@ class EvaluationSearch:
         has_final = end in self._calls and (updates > 0 or end in self._places_after_backward)
         n_final = self._calls[end] if has_final else 0
         n_inner = self._calls.total() + self._generations - n_final
-        labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
+        labels = [MAYBE_EVALUATION, GENERATE] if self._generations else [MAYBE_EVALUATION]
         spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
         final_spans = [spans.pop()] if ends_in_span and has_final else []
         are_inner_excluded = (
             not n_inner or self._is_inference or self._is_exception(n_inner, spans, step)
         )
         inner_spans = spans if are_inner_excluded else []
+        # In a timed step, exclude the marks, from the last span to the first: for a span that is
+        # only preceded by a fetch, `exclude_evaluation` also excludes this fetch. An earlier span
+        # that is already excluded would no longer separate a later span from the fetch.
         for first, stop in [*final_spans, *reversed(inner_spans)]:
             self.has_found = True
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
+        # An untimed step has no marks: exclude its spans, of which the last may still be open.
         self.end_untimed_span()
         for place, ns in self._spans_ns.items():
             if are_inner_excluded or (has_final and place == end):
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
-                # For a timed step, `StepReader` moves the time, once it has read the marks.
-                self._wall_clock.move(STEPS, EVALUATION_ENTRY, ns / 1e6)
+                # For a timed step, the session moves the time, once it has read the marks.
+                self._wall_clock.move(STEPS, EVALUATION, ns / 1e6)
         if self.had_inner_calls(step):
-            # The step was remembered when it seemed to end, but continued. Replace its number.
+            # The loop was left inside this step, which continued in another loop. So this is the
+            # second decision on the step: forget the first.
             self._inner_calls.pop()
             self._n_steps_with_inner_calls -= 1
         if n_inner:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
 from lightning_gputime._ledger.places import Function, Line, Operations
-from lightning_gputime._phases import BACKWARD, EVALUATED, FORWARD, of_one_callback
+from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, FORWARD, of_one_callback
 
 _MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
 _MIN_DEEPER = 0.7  # A function that takes this fraction of its caller explains the caller's time.
@@ -204,7 +204,7 @@ def line_rows(
         {
             cell: ms * factors.get((cell.phase, cell.kind == GPU), 1.0)
             for cell, ms in step.cells_ms.items()
-            if cell.phase != EVALUATED
+            if cell.phase != EVALUATION_IN_STEP
         }
         for step in steps
     ]

@@ -50,13 +50,13 @@ class LoaderCase:
             rest_ms=(m.step.mean_ms - exposed_ms_per_step) / batches_per_step,
             steps=steps,
             batches=steps * batches_per_step,
-            line=next((line for line in lines if line.ms >= 0.5 * times.mean("busy_ms")), None),
+            line=next((line for line in lines if line.ms >= 0.5 * times.mean("batch_ms")), None),
         )
 
     @property
-    def busy_ms(self) -> float:
+    def batch_ms(self) -> float:
         """Mean time that a worker takes for a batch (in milliseconds)."""
-        return self.times.mean("busy_ms")
+        return self.times.mean("batch_ms")
 
     def describe_restarts(self) -> str:
         """Return the cost of restarts of workers as part of a sentence; empty if it is low."""
@@ -75,7 +75,7 @@ class LoaderCase:
         n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
         return (
-            f"{workers} a batch every {duration(self.busy_ms / n)}, and the rest of the step takes"
+            f"{workers} a batch every {duration(self.batch_ms / n)}, and the rest of the step takes"
             f" {duration(self.rest_ms)}"
         )
 
@@ -200,7 +200,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
 
     min_delay_ms = _MIN_SHARE * case.exposed_ms  # Minimum delay of workers per batch.
     are_few_slow = times.long_batches and times.long_share >= _MIN_SHARE
-    if are_few_slow and times.long_share * case.busy_ms >= min_delay_ms:
+    if are_few_slow and times.long_share * case.batch_ms >= min_delay_ms:
         index = times.slowest_index
         sample = "" if index is None else f", because of sample {index:,}"
         text = (
@@ -211,11 +211,11 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         yield Advice("slow_samples", text, {"sample": index})
         return
 
-    busy_ms = [worker.busy_ms for worker in times.workers]
-    slowest_ms = max(busy_ms)
-    slowest = busy_ms.index(slowest_ms)
+    ms_by_worker = [worker.batch_ms for worker in times.workers]
+    slowest_ms = max(ms_by_worker)
+    slowest = ms_by_worker.index(slowest_ms)
     # Exclude workers without a batch, which have no times yet.
-    others = [ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms]
+    others = [ms for ms in ms_by_worker[:slowest] + ms_by_worker[slowest + 1 :] if ms]
     other_ms = median_high(others) if others else math.inf
     share = times.workers[slowest].batches / times.batches
     if slowest_ms >= 1.5 * other_ms and share * (slowest_ms - other_ms) >= min_delay_ms:
@@ -247,7 +247,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         return
 
     wait_ms = times.mean("wait_ms")
-    idle_share = wait_ms / (wait_ms + case.busy_ms)
+    idle_share = wait_ms / (wait_ms + case.batch_ms)
     if idle_share >= 0.5:
         text = (
             f"{_SMALLER_BATCHES}: workers wait {percent(idle_share)} of the time, because the main"
@@ -265,7 +265,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         yield Advice("worker_lock", text, {"lock_share": locked})
         return
 
-    suggested = needed = _workers_for(case.busy_ms, case.rest_ms)
+    suggested = needed = _workers_for(case.batch_ms, case.rest_ms)
     if cores is not None and times.cpu_share is not None:
         # The training loop needs a core, too. Suggest at most 20 workers per core.
         suggested = min(needed, max(math.floor((cores - 1) / max(times.cpu_share, 0.05)), 1))
@@ -327,8 +327,8 @@ def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
         share = percent(times.mean(name) / all_ms if all_ms else 0.0)
         lines.append((title, duration(times.mean(name)), share, slowest))
     lines.append(("batch", duration(all_ms), "100 %", ""))
-    hidden_ms = max(case.busy_ms - case.exposed_ms, 0.0)
-    cost = f"A batch takes {duration(case.busy_ms)} in a worker; {case.describe_intervals()}"
+    hidden_ms = max(case.batch_ms - case.exposed_ms, 0.0)
+    cost = f"A batch takes {duration(case.batch_ms)} in a worker; {case.describe_intervals()}"
     overlap = (
         f" So the loop waits {duration(case.exposed_ms)} per batch, and {duration(hidden_ms)}"
         " overlap with training"

@@ -639,7 +639,7 @@ class LoaderWorkers(TimedLoader):
             n = times.batches
             for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
                 ms = times.mean(name)
-                share = ms / (times.mean("busy_ms") or 1.0)
+                share = ms / (times.mean("batch_ms") or 1.0)
                 yield Culprit(FETCH, stage.name, n * ms / 1e3, n, share, stage.source, stage.kind)
 
 

@@ -23,11 +23,11 @@ from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
     BACKWARD,
     DATA,
-    EVALUATION,
     FETCH,
     FORWARD,
     GRAD,
     LOSS,
+    MAYBE_EVALUATION,
     OPTIMIZER,
     OTHER,
     PHASES,
@@ -195,9 +195,11 @@ class SelfCheck:
             labels = step.labels
             # If `other` precedes eval-mode calls, as in a loop over `steps()`, they work on the
             # fetched batch, so they are not an evaluation.
-            if EVALUATION in labels and is_fetch(labels[: labels.index(EVALUATION)]):
+            if MAYBE_EVALUATION in labels and is_fetch(labels[: labels.index(MAYBE_EVALUATION)]):
                 marks = zip(labels, step.device_ms, strict=True)
-                self._maybe_evaluated_ms += sum(ms for label, ms in marks if label == EVALUATION)
+                self._maybe_evaluated_ms += sum(
+                    ms for label, ms in marks if label == MAYBE_EVALUATION
+                )
         for step in steps:
             self._idle_ms += _ms_of_idle_batches(step)
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
@@ -290,8 +292,8 @@ class SelfCheck:
         self._report_if(is_too_short, _FORWARD_MISSES_WORK, phase, ms[phase])
         evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
         self._report_if(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
-        has_idled = is_own_loop and idle_ms > 0.1 * step_ms
-        self._report_if(has_idled, _BATCHES_WITHOUT_FORWARD, idle_ms / n)
+        has_idle_batches = is_own_loop and idle_ms > 0.1 * step_ms
+        self._report_if(has_idle_batches, _BATCHES_WITHOUT_FORWARD, idle_ms / n)
         self._report_if(is_own_loop and boundaries.forward.is_evaluated, _EVAL_WITH_GRADIENTS)
         with_forward = ran[FORWARD].n if FORWARD in ran else n
         # At most half of the steps, without the first step, which may be incomplete.
