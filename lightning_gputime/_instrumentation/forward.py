@@ -58,8 +58,8 @@ from lightning_gputime._record.recorder import IDLE, OPEN, PAUSED, Recorder
 _ACTIVE = Search.ACTIVE  # A global, because every model call looks it up.
 # Number of previous steps that a step with evaluation calls is compared with.
 _N_COMPARED_STEPS = 10
-# Place of a call in its step: the number of training calls, and of updates, before it.
-_Place = tuple[int, int]
+# Position of a call in its step: the number of training calls, and of updates, before it.
+_Position = tuple[int, int]
 # Consecutive marks of a step: the index of the first mark, and the index after the last mark.
 _Span = tuple[int, int]
 
@@ -325,9 +325,9 @@ class ForwardBoundary:
         if self._has_optimizers and not (module.training or torch.is_grad_enabled()):
             # Later steps are compared with this step to find evaluations.
             if not is_training(self._model):
-                place = self.evaluation.count(self.calls)
+                position = self.evaluation.count(self.calls)
                 if self._evaluation_search is _ACTIVE:
-                    self.evaluation.start_untimed_span(place)
+                    self.evaluation.start_untimed_span(position)
             return False
         if self.evaluation.is_pending:
             self.evaluation.end_untimed_span()
@@ -528,8 +528,10 @@ class EvaluationSearch:
     ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
         self._wall_clock = wall_clock
-        self._open_span: tuple[_Place, int] | None = None  # Place and start of an untimed span.
-        self._spans_ns: Counter[_Place] = Counter()  # Time of the ended untimed spans.
+        self._open_span: tuple[_Position, int] | None = (
+            None  # Position and start of an untimed span.
+        )
+        self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.
         self.has_found = False
         """True once an evaluation was found inside a step."""
         self._was_at_start = False  # True if the newest timed step began with its inner calls.
@@ -544,8 +546,8 @@ class EvaluationSearch:
 
     def reset(self) -> None:
         self.is_pending = False
-        self._calls: Counter[_Place] = Counter()  # Number of calls at each place.
-        self._places_after_backward: set[_Place] = set()  # In a loop without optimizer.
+        self._calls: Counter[_Position] = Counter()  # Number of calls at each position.
+        self._positions_after_backward: set[_Position] = set()  # In a loop without optimizer.
         self._generations = 0  # Number of calls that generate text.
         self._is_inference = True  # True if all calls are under inference mode.
         self._open_span = None
@@ -559,43 +561,43 @@ class EvaluationSearch:
             if recorder.label == DATA:
                 recorder.mark(OTHER)
             return
-        place = self.count(forwards, label)
+        position = self.count(forwards, label)
         if recorder.state is IDLE:
-            self.start_untimed_span(place)
+            self.start_untimed_span(position)
         if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
-            self._places_after_backward.add(place)
+            self._positions_after_backward.add(position)
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(label)
 
-    def count(self, forwards: int, label: str = MAYBE_EVALUATION) -> _Place:
-        """Count a call in eval mode without grad. Return its place in the step."""
-        place = forwards, self._optimizer.updates
+    def count(self, forwards: int, label: str = MAYBE_EVALUATION) -> _Position:
+        """Count a call in eval mode without grad. Return its position in the step."""
+        position = forwards, self._optimizer.updates
         self.is_pending = True
         self._is_inference &= torch.is_inference_mode_enabled()
         if label == GENERATE:
             self._generations += 1
         else:
-            self._calls[place] += 1
-        return place
+            self._calls[position] += 1
+        return position
 
-    def start_untimed_span(self, place: _Place) -> None:
+    def start_untimed_span(self, position: _Position) -> None:
         """Start a span, unless this call continues a span.
 
         As in timed steps, calls in a named phase, and between forward and the update, are never
         excluded.
         """
-        forwards, updates = place
+        forwards, updates = position
         may_be_excluded = not forwards or updates > 0
         if self._open_span is None and may_be_excluded and not self._recorder.named.names:
-            self._open_span = place, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
+            self._open_span = position, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
 
     def end_untimed_span(self) -> None:
         """End the open span, if any, because other work of the step follows."""
         if self._open_span is not None:
-            place, start_ns = self._open_span
+            position, start_ns = self._open_span
             self._open_span = None
             now_ns = self._wall_clock.steps_ns(self._recorder.clock.host_ns())
-            self._spans_ns[place] += now_ns - start_ns
+            self._spans_ns[position] += now_ns - start_ns
 
     def exclude_evaluations(self, forwards: int, step: int) -> None:
         """Exclude those calls of a step that are an evaluation. Call when the step ends.
@@ -608,7 +610,7 @@ class EvaluationSearch:
         # Final calls follow the last update, or the last backward in a loop without an optimizer.
         # They are certainly an evaluation. The rules decide on all other calls, the inner calls.
         end = forwards, updates
-        has_final = end in self._calls and (updates > 0 or end in self._places_after_backward)
+        has_final = end in self._calls and (updates > 0 or end in self._positions_after_backward)
         n_final = self._calls[end] if has_final else 0
         n_inner = self._calls.total() + self._generations - n_final
         labels = [MAYBE_EVALUATION, GENERATE] if self._generations else [MAYBE_EVALUATION]
@@ -626,8 +628,8 @@ class EvaluationSearch:
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
         # An untimed step has no marks: exclude its spans, of which the last may still be open.
         self.end_untimed_span()
-        for place, ns in self._spans_ns.items():
-            if are_inner_excluded or (has_final and place == end):
+        for position, ns in self._spans_ns.items():
+            if are_inner_excluded or (has_final and position == end):
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
                 # For a timed step, the session moves the time, once it has read the marks.

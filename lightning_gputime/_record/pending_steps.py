@@ -96,9 +96,9 @@ class StepMarks:
 
     def relabel_before(self, old: str, label: str) -> None:
         """Replace the label of the mark before the last mark, skipping waits, if it is `old`."""
-        place = self._uninterrupted(len(self.marks) - 2)
-        if place >= 0 and self.marks[place][0] == old:
-            self._relabel(place, label)
+        index = self._uninterrupted(len(self.marks) - 2)
+        if index >= 0 and self.marks[index][0] == old:
+            self._relabel(index, label)
 
     def exclude(self, first: int, stop: int | None = None, *, label: str = EXCLUDED) -> None:
         """Attribute the marks from `first` to `stop` to a pause or an evaluation.
@@ -132,16 +132,16 @@ class StepMarks:
         if len(self.marks) == 2 and self.marks[0][0] == DATA:
             self._relabel(0, OTHER)
 
-    def _relabel(self, place: int, label: str) -> None:
-        self.marks[place] = (label, *self.marks[place][1:])
-        if place < self._n_cached:
+    def _relabel(self, index: int, label: str) -> None:
+        self.marks[index] = (label, *self.marks[index][1:])
+        if index < self._n_cached:
             self._n_cached = -1
 
-    def _uninterrupted(self, place: int) -> int:
-        # If a mark is part of a wait, return the place of the interrupted mark instead.
-        while place > 0 and self.marks[place][0] in INTERRUPTIONS:
-            place -= 1
-        return place
+    def _uninterrupted(self, index: int) -> int:
+        # If a mark is part of a wait, return the index of the interrupted mark instead.
+        while index > 0 and self.marks[index][0] in INTERRUPTIONS:
+            index -= 1
+        return index
 
 
 @dataclass(slots=True, eq=False)

@@ -580,7 +580,8 @@ class Session:
             n, *long_steps = self._agreement.agree([n, *(self._untimed.next_long() or ())])
             if long_steps:
                 recurrence = (long_steps[0], long_steps[1])
-        windows = replace(self._cost.schedule_decision(n, self.index), recurrence=recurrence)
+        self._cost.schedule_next(n, self.index)
+        windows = replace(self._cost.windows(n), recurrence=recurrence)
         if windows != self.schedule.windows:
             self.schedule.follow(windows, self.index)
         self._results.update_facts(
