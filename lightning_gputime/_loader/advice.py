@@ -11,7 +11,7 @@ from lightning_gputime._loader import LoaderTimes
 from lightning_gputime._measurement.culprits import SAMPLER, STAGES, WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.sums import is_uneven
+from lightning_gputime._measurement.sums import PhaseStats, is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._output.table import Table
 from lightning_gputime._phases import DATA, FETCH
@@ -92,65 +92,94 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
         took = duration(1e3 * slowest.seconds / slowest.calls)
         yield _keep_iterator(f"`{slowest.name}` takes {took} each time")
         return
-    reason = ""  # Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: ".
     stage = slowest if slowest is not None and slowest.share >= MIN_OF_ENTRY else None
-    is_sampler = stage is not None and stage.kind == SAMPLER
-    if case.line is not None and not setup.num_workers and case.line.calls and not is_sampler:
+    # Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: "; empty if unknown.
+    of_stage = ""
+    if stage is not None:
+        of_stage = f"{stage} takes {case.of_step(stage.share * case.entry.ms_per_step)}: "
+        if stage.kind == SAMPLER:
+            text = f"{of_stage}make it faster; it runs in the main process, even with workers"
+            yield Advice("sampler", text, {"sampler": stage.name})
+            return
+    reason = of_stage
+    if not setup.num_workers and case.line is not None and case.line.calls:
         reason = f"{case.line} takes {case.of_step(case.line.ms)}: "
-    elif stage is not None:
-        reason = f"{stage} takes {case.of_step(stage.share * case.entry.ms_per_step)}: "
-    if stage is not None and is_sampler:
-        text = f"{reason}make it faster; it runs in the main process, even with workers"
-        yield Advice("sampler", text, {"sampler": stage.name})
-        return
     loader = LoaderCase.of(m, setup)
-    workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read device tensors.
         if loader is not None and (restarts := loader.describe_restarts()):
             # The loop waits for the start of workers, not for the code in `reason`.
-            reason = f"set {prefix}num_workers=0 (now {workers}): {restarts}; "
+            now = f"now {setup.num_workers}"
+            reason = f"set {setup.loader_prefix}num_workers=0 ({now}): {restarts}; "
         text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
         yield Advice("index_batches", text)
         return
     if fetches.share < MIN_PART and case.entry.share < MIN_PART:
         return  # For a short fetch, workers would cost about as much as they save.
-    split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
-    per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
+    if setup.num_workers is None:
+        yield _advise_on_unknown_workers(setup)
+    elif setup.num_workers == 0:
+        yield _advise_without_workers(m, setup, fetches, reason)
+    elif loader is not None:
+        yield from _advise_on_workers(loader)
+    else:
+        yield from _advise_on_untimed_workers(m, setup, fetches)
+
+
+def _is_cpu_busy(m: Measurement) -> bool:
+    """Return True if no CPU core is free for workers."""
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
     waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
-    is_cpu_busy = off_cpu >= 0.05 or waited >= 0.2  # No core is free for workers.
-    if workers and loader is not None:
-        yield from _advise_on_workers(loader)
-    elif workers is None:
-        text = "use faster transforms, or workers that load in advance"
-        if setup.foreign_loader:
-            text += (
-                f"; stages of `{setup.foreign_loader}` are not measured, because it is not a torch"
-                ' DataLoader: put `with phase("data/decode")` around a part to time it'
-            )
-        yield Advice("workers", text)
-    elif workers == 0 and is_cpu_busy:
+    return off_cpu >= 0.05 or waited >= 0.2
+
+
+def _split(setup: TrainingSetup) -> str:
+    """Return what more workers need, as the end of a sentence."""
+    return "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
+
+
+def _advise_on_unknown_workers(setup: TrainingSetup) -> Advice:
+    text = "use faster transforms, or workers that load in advance"
+    if setup.foreign_loader:
+        text += (
+            f"; stages of `{setup.foreign_loader}` are not measured, because it is not a torch"
+            ' DataLoader: put `with phase("data/decode")` around a part to time it'
+        )
+    return Advice("workers", text)
+
+
+def _advise_without_workers(
+    m: Measurement, setup: TrainingSetup, fetches: PhaseStats, reason: str
+) -> Advice:
+    if _is_cpu_busy(m):
         faster = f"{reason}make it faster" if reason else "use faster transforms"
         text = f"{faster}: workers would need CPU cores, and all are busy"
-        yield Advice("cheaper_transforms", text)
-    elif workers == 0:
-        fetch_ms = fetches.frequency * fetches.mean_ms
-        needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
-        n = min(needed, cores or 4)  # 4 if the CPU cores are unknown.
-        faster = ", or make it faster" if reason else ""
-        text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
-        yield Advice("num_workers", text, {"now": 0, "suggested": n})
-    elif is_cpu_busy or (cores is not None and workers + 1 >= cores):
+        return Advice("cheaper_transforms", text)
+    fetch_ms = fetches.frequency * fetches.mean_ms
+    needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
+    n = min(needed, setup.cores or 4)  # 4 if the CPU cores are unknown.
+    faster = ", or make it faster" if reason else ""
+    text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){faster}{_split(setup)}"
+    return Advice("num_workers", text, {"now": 0, "suggested": n})
+
+
+def _advise_on_untimed_workers(
+    m: Measurement, setup: TrainingSetup, fetches: PhaseStats
+) -> Iterator[Advice]:
+    """Yield advice on workers whose batches were not timed."""
+    workers, cores, prefix = setup.num_workers or 0, setup.cores, setup.loader_prefix
+    per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
+    now = f"now {prefix}num_workers={workers}{per_rank}"
+    is_cpu_busy = _is_cpu_busy(m)
+    if is_cpu_busy or (cores is not None and workers + 1 >= cores):
         # The training loop needs a core, too.
-        now = f"now {prefix}num_workers={workers}{per_rank}"
         why = "all CPU cores are busy" if is_cpu_busy else "more workers would lack a CPU core"
         yield Advice("cheaper_transforms", f"use faster transforms: {why} ({now})")
     else:
-        text = f"use more workers (now {prefix}num_workers={workers}{per_rank}){split}"
+        text = f"use more workers ({now}){_split(setup)}"
         yield Advice("num_workers", text, {"now": workers})
         yield Advice("cheaper_transforms", "use faster transforms")
-    if workers and loader is None and is_uneven(fetches):
+    if is_uneven(fetches):
         why = "a few batches cause most of the data wait"
         if setup.persistent_workers is False:
             text = f"set {prefix}persistent_workers=True (now False): {why}"
