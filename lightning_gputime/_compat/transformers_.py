@@ -158,10 +158,9 @@ def functions_to_name(trainer: Any) -> Iterator[Any]:
     These are events of callbacks, methods of the Trainer and its accelerator, and updates.
     """
     for callback in callbacks_of(trainer):
-        events = (name for name in dir(type(callback)) if name.startswith("on_"))
-        yield from (
-            getattr(callback, event) for event in events if _is_overridden_by_user(callback, event)
-        )
+        for name in dir(type(callback)):
+            if name.startswith("on_") and _is_overridden_by_user(callback, name):
+                yield getattr(callback, name)
     for owner in (trainer, trainer.accelerator):
         for kind in type(owner).__mro__:
             yield from filter(isfunction, vars(kind).values())

@@ -29,7 +29,7 @@ from lightning_gputime._diagnosis.advice import (
 from lightning_gputime._diagnosis.breakdown import (
     break_down,
     is_blurred,
-    is_own_work,
+    is_model_work,
     may_hide_evaluations,
 )
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
@@ -60,7 +60,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
     breakdown = break_down(m, setup)
-    own = [row for row in breakdown.rows if row.line is not None and _is_own_work(row)]
+    own = [row for row in breakdown.rows if row.line is not None and _is_models_entry(row)]
     rows = []
     for row in breakdown.rows:
         case = Case(row, breakdown, m, setup)
@@ -130,7 +130,7 @@ def _names(row: Entry) -> tuple[str, ...]:
 
 def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> Diagnosis:
     """Return the diagnosis, with advice that belongs to no entry."""
-    own = [row for row in breakdown.rows if _is_own_work(row)]
+    own = [row for row in breakdown.rows if _is_models_entry(row)]
     if not m.on_host_clock:
         # Code in the model at which the host does something else than launch the model's work.
         own = [row for row in own if row.pace != "host" or _launches(row)]
@@ -187,7 +187,7 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
             for row in breakdown.rows
             if row.share >= _MIN_REPORTED
             and (row.error >= row.share or _least_share(row, m) < _MIN_HALF * _MIN_REPORTED)
-            and not _is_own_work(row)
+            and not _is_models_entry(row)
         ),
         None,
     )
@@ -207,9 +207,9 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     return Diagnosis(code, grade, entry, headline)
 
 
-def _is_own_work(row: Entry) -> bool:
-    """Return True for an entry that is the model's own work, which cannot simply be removed."""
-    return row.name not in CODES and is_own_work(row.line, row.phases_ms)
+def _is_models_entry(row: Entry) -> bool:
+    """Return True for an entry that is the model's work, which cannot simply be removed."""
+    return row.name not in CODES and is_model_work(row.line, row.phases_ms)
 
 
 def _launches(row: Entry) -> bool:
@@ -305,6 +305,7 @@ def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
 def _advice_of(breakdown: TimeBreakdown, first: str) -> tuple[Advice, ...]:
     """Return the advice on all entries: on the entry `first` first, on the model's work last."""
     rows = sorted(
-        breakdown.rows, key=lambda row: (row.name != first, _is_own_work(row), -_saved_share(row))
+        breakdown.rows,
+        key=lambda row: (row.name != first, _is_models_entry(row), -_saved_share(row)),
     )
     return tuple({advice.text: advice for row in rows for advice in row.advice}.values())

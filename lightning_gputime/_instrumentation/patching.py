@@ -68,7 +68,8 @@ class FunctionPatch:
         _owner: Class, module or object that has the function.
         _name: Name of the attribute that is replaced.
         _read_name: Name by which the function is read. The attribute that stores a property, such
-            as `_loss_function`, is missing until the property is set. Until then, read the property.
+            as `_loss_function`, is missing until the property is set. Until then, it is the
+            property.
         _original: Raw value to restore: on a C++ class, `getattr` returns an object that does not
             bind. `_MISSING` if the owner itself has no such attribute. Then `restore` deletes the
             patch, so that the method of its class is found again.
