@@ -110,7 +110,7 @@ class FunctionPatch:
             # Other code may read attributes of the original function.
             vars(method).update(attributes_of(self._call))
             self.replacement = method
-        _patches[id(_object_of(self._installed))] = self  # `patch_of` finds it there.
+        self._register()
         # Compiled code calls this package only through patches, so the first patch is early enough.
         apply_compile_skips()
 
@@ -160,13 +160,14 @@ class FunctionPatch:
         # Learning rate schedulers read this attribute of the function that they wrap.
         return self._call.__func__
 
-    @property
-    def _installed(self) -> Any:
-        return self if self.replacement is None else self.replacement
+    def _register(self) -> None:
+        """Let `patch_of` find the patch by the object that it sets."""
+        _patches[id(_object_of(self if self.replacement is None else self.replacement))] = self
 
     @property
     def is_applied(self) -> bool:
-        return vars(self._owner).get(self._name) is self._installed
+        current = vars(self._owner).get(self._name)
+        return current is (self if self.replacement is None else self.replacement)
 
     def apply(self) -> bool:
         """Replace the function, unless other code has replaced it. Return whether it succeeded."""
@@ -178,7 +179,7 @@ class FunctionPatch:
         # The class may have a different method by now.
         if self._original is _MISSING and getattr(owner, self._read_name) != self._call:
             return False
-        self._set(self._installed)
+        self._set(self if self.replacement is None else self.replacement)
         return True
 
     def restore(self) -> None:

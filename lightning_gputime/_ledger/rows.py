@@ -272,12 +272,7 @@ def _add_each_step(
 ) -> None:
     """Add the time in each examined step to the rows, for their error and growth.
 
-    Args:
-        drafts: Rows by their key.
-        keys: Key of the row that each cell belongs to.
-        mean_ms: Mean time of each cell over the steps.
-        steps: Examined steps.
-        scaled: Times of the cells of these steps, scaled to the times of all steps.
+    `keys` has the row of each cell. `mean_ms` is the mean of `scaled`, the scaled times of `steps`.
     """
     mean_of_phases_ms: dict[tuple[str, bool], float] = defaultdict(float)
     for cell, ms in mean_ms.items():
@@ -574,15 +569,7 @@ class _Draft:
         modules: Mapping[tuple[str, int], str],
         operations: Mapping[Line, Operations],
     ) -> LineRow:
-        """Return the row.
-
-        Args:
-            calls: Number of times that each line starts per step.
-            busy_ms: Host time of each line per step, without waits for the device.
-            growth: Time in the first and in the last steps, from `_growth`.
-            modules: Modules by file and first line of their forward.
-            operations: Differentiable operations of each line.
-        """
+        """Return the row. See `ExaminedStep`, `_growth` and `line_rows` for the arguments."""
         phases = {
             phase: PhasePart(kinds[GPU], kinds[HOST] + kinds[IDLE], idle_ms=kinds[IDLE])
             for phase, kinds in self._kinds_ms.items()

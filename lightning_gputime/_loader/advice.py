@@ -117,7 +117,13 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
     if fetches.share < MIN_PART and case.entry.share < MIN_PART:
         return  # For a short fetch, workers would cost about as much as they save.
     if setup.num_workers is None:
-        yield _advise_on_unknown_workers(setup)
+        text = "use faster transforms, or workers that load in advance"
+        if setup.foreign_loader:
+            text += (
+                f"; stages of `{setup.foreign_loader}` are not measured, because it is not a torch"
+                ' DataLoader: put `with phase("data/decode")` around a part to time it'
+            )
+        yield Advice("workers", text)
     elif setup.num_workers == 0:
         yield _advise_without_workers(m, setup, fetches, reason)
     elif loader is not None:
@@ -136,16 +142,6 @@ def _is_cpu_busy(m: Measurement) -> bool:
 def _split(setup: TrainingSetup) -> str:
     """Return what more workers need, as the end of a sentence."""
     return "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
-
-
-def _advise_on_unknown_workers(setup: TrainingSetup) -> Advice:
-    text = "use faster transforms, or workers that load in advance"
-    if setup.foreign_loader:
-        text += (
-            f"; stages of `{setup.foreign_loader}` are not measured, because it is not a torch"
-            ' DataLoader: put `with phase("data/decode")` around a part to time it'
-        )
-    return Advice("workers", text)
 
 
 def _advise_without_workers(

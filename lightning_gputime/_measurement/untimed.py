@@ -118,12 +118,6 @@ class _Gap(NamedTuple):
 
 _TOTAL = attrgetter("total")  # In C, because logs call it.
 
-class _OpenBlock(NamedTuple):
-    """Consecutive timed steps of a stratum, to which further steps may be added."""
-
-    stratum: int
-    steps: list[StepRecord]
-
 
 Totals = Sequence[_Gap]
 """Untimed steps of each stratum since the start of a run."""
@@ -210,7 +204,8 @@ class UntimedSteps:
         """Number of settled untimed steps, without excluded steps."""
         self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
         self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
-        self._open_block = _OpenBlock(0, [])
+        # Consecutive timed steps of a stratum, to which further steps may be added.
+        self._open_stratum, self._open_steps = 0, list[StepRecord]()
 
     # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
     # evaluations.
@@ -311,21 +306,20 @@ class UntimedSteps:
                             gap = _Gap(uncertain=len(known_ns))
                         self._strata[k].add_untimed(gap)
             if i in records:
-                if strata[i] != self._open_block.stratum or len(self._open_block.steps) >= 5:
+                if strata[i] != self._open_stratum or len(self._open_steps) >= 5:
                     self._end_block()
-                    self._open_block = _OpenBlock(strata[i], [])
-                self._open_block.steps.append(records[i])
+                    self._open_stratum = strata[i]
+                self._open_steps.append(records[i])
             start = i + 1
         self._end_block()
 
     def _end_block(self) -> None:
-        stratum, steps = self._open_block
-        if steps:
-            self._open_block = _OpenBlock(stratum, [])
-            block = _Block.of(steps)
+        if self._open_steps:
+            block = _Block.of(self._open_steps)
+            self._open_steps = []
             if self.n:
-                self._strata[stratum].settle_gap_with(block)
-            elif not stratum:
+                self._strata[self._open_stratum].settle_gap_with(block)
+            elif not self._open_stratum:
                 # Before the first untimed step, a block has no gap to represent.
                 self._strata[0].observe(block)
 
