@@ -208,21 +208,26 @@ def _show_once(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run a script. With --json or --brief, print results instead of tables."""
+    """Run a script. With --json or --brief, print a result of each training instead of tables."""
     if not (args.json or args.brief):
         return command.run(args)
+    # A new folder shows which files this run has saved.
     folder = Path(tempfile.mkdtemp(prefix="run-"))
-    code = command.run_to_file(args, folder / "run.json.gz")
-    saved = sorted(folder.iterdir())
-    for path in saved:
+    code = command.run_to_folder(args, folder)
+    # Names of later trainings are longer: "run.json.gz", "run-2.json.gz", ... "run-10.json.gz". A
+    # process that was killed may have left a temporary file, whose name starts with a dot.
+    saved = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    for path in sorted(saved, key=lambda path: (len(path.name), path.name)):
         _print_result(package.load(path), args)
-    if saved and args.save_path:
-        shutil.copyfile(saved[0], Path(args.save_path).expanduser())
-    if not (is_saved := (folder / "run.json.gz").exists()):
+        if args.save_path:
+            target = Path(args.save_path).expanduser().with_name(path.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    if not saved:
         print("run: no run was saved, because no training step was timed", file=sys.stderr)
-    if not (code and is_saved):  # After an error, keep the file, whose path a message has shown.
+    if not (code and saved):  # After an error, keep the files, whose paths a message has shown.
         shutil.rmtree(folder)
-    return code if is_saved else code or FAILED
+    return code if saved else code or FAILED
 
 
 def _print_result(

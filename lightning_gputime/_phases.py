@@ -41,13 +41,14 @@ AFTER_BACKWARD = "<after backward>"
 GRAD = "<grad>"
 AFTER_GRAD = "<after grad>"
 AFTER_UPDATE = "<after update>"
-EVALUATION = "<evaluation>"  # A model call in eval mode that may turn out to be an evaluation.
-EVALUATED = "<evaluated>"  # An evaluation inside a step. Its time is excluded from the step.
+MAYBE_EVALUATION = "<evaluation>"  # A call in eval mode that may turn out to be an evaluation.
+EVALUATION_IN_STEP = "<evaluated>"  # Certainly an evaluation: its time is excluded from the step.
 EXCLUDED = "<excluded>"  # Time in no step, such as in `timer.paused()`.
 BETWEEN = "<between>"  # Time after a loop whose gradients wait for an update in the next loop.
 LEFT = "<left>"  # Time after the last update of a step in which the loop was left.
-EVALUATES = (EVALUATION, EVALUATED, EXCLUDED)  # Labels of time in which a loop may evaluate.
-IN_NO_STEP = (EXCLUDED, EVALUATED, LEFT)  # Labels of time that counts for no step.
+# Labels of time in which a loop may evaluate.
+MAY_EVALUATE = (MAYBE_EVALUATION, EVALUATION_IN_STEP, EXCLUDED)
+IN_NO_STEP = (EXCLUDED, EVALUATION_IN_STEP, LEFT)  # Labels of time that counts for no step.
 # Labels of marks that interrupt a phase: a wait for other ranks, a wait of a pipeline stage for its
 # input, and the end of either wait.
 WAITS = "<waits>"
@@ -87,7 +88,7 @@ _PENDING: Mapping[str, Mapping[str | None, str]] = {
     },
     AFTER_GRAD: {BACKWARD: LOSS, OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
     AFTER_UPDATE: {},
-    EVALUATION: {},
+    MAYBE_EVALUATION: {},
     BETWEEN: {},
 }
 
@@ -210,7 +211,7 @@ class StepRecord(NamedTuple):
     def evaluation_ms(self) -> float:
         """Device time of evaluations inside the step (in milliseconds)."""
         labels_and_ms = zip(self.labels, self.device_ms, strict=True)
-        return sum(ms for label, ms in labels_and_ms if label == EVALUATED)
+        return sum(ms for label, ms in labels_and_ms if label == EVALUATION_IN_STEP)
 
     def times(self) -> StepTimes:
         # Computed on request and not cached: most steps are only summed, which needs only the raw

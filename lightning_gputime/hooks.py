@@ -147,8 +147,8 @@ class _PlainLoop(BatchState):
         if not timer._session.was_attached:
             raise RuntimeError(f"steps() needs an attached timer. {timer._USE}")
         if self._body is not None:
-            # A loop runs in the body of another loop over `steps`. Only with hooks can `has_idled`
-            # tell which of the two loops trains.
+            # A loop runs in the body of another loop over `steps`. Only with hooks can
+            # `has_only_fetched` tell which of the two loops trains.
             timer._session.keep_hooks()
         timer._safely(self.begin)
         timer._read_loader(iterable, in_data=True)
@@ -196,7 +196,7 @@ class _PlainLoop(BatchState):
     def _end_unusual_batch(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
         """End a batch that may be an evaluation, or skipped. Return the new state of the loop."""
         session = timer._session
-        if session.has_idled(is_first=seen is _Seen.NOTHING):
+        if session.has_only_fetched(is_first=seen is _Seen.NOTHING):
             # The loop looks ahead, groups or zips batches, or skips this batch. Its time belongs to
             # the next step.
             session.batch_ends()
@@ -245,7 +245,7 @@ class _PlainLoop(BatchState):
         if session.is_attached:
             self.leave(session)
             # Batches that were only read, such as to compute a mean, are not part of any step.
-            has_gradients = self._micro_batches and not session.has_idled(is_first=True)
+            has_gradients = self._micro_batches and not session.has_only_fetched(is_first=True)
             if has_gradients and session.recorder.threads.home == get_ident():
                 session.continue_in_loop()
             elif session.is_attached:  # An observer may have removed the timer meanwhile.
@@ -293,7 +293,7 @@ class _PlainLoop(BatchState):
         # A batch that is not trained on has two marks, `data/fetch` and `other`. The last mark is
         # the end of the loop.
         untrained = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
-        if untrained >= _MIN_UNTRAINED and session.has_idled(is_first=True):
+        if untrained >= _MIN_UNTRAINED and session.has_only_fetched(is_first=True):
             session.recorder.warn_once(_UNTRAINED, untrained)
         self._leave_body(session)
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:

@@ -87,7 +87,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._train_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_patches: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False  # True when training has ended, until the table is shown.
-        self._before: Any = None  # The callback that precedes the timer when no training runs.
+        # The callback that precedes the timer when no training runs.
+        self._original_predecessor: Any = None
         # State of a training.
         self._batch = BatchState()
         self._batch.close()
@@ -103,7 +104,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not attached to a training.
-        detached = dict.fromkeys(("_trainer", "_handled", "_before", "_train_call"))
+        detached = dict.fromkeys(("_trainer", "_handled", "_original_predecessor", "_train_call"))
         flags = {"_is_table_due": False, "_is_in_step": False}
         return {**super().__getstate__(), **detached, **flags, "_train_patches": {}}
 
@@ -410,13 +411,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         """Patch the Trainer's methods, and move the timer before all other callbacks."""
         self._leave_trainer()
         callbacks = transformers_.callbacks_of(trainer)
-        place = callbacks.index(self) if self in callbacks else 0
+        index = callbacks.index(self) if self in callbacks else 0
         # Set before the order changes, so that `_leave_trainer` restores it after Ctrl-C.
-        self._before = callbacks[place - 1] if place else None
+        self._original_predecessor = callbacks[index - 1] if index else None
         self._trainer = trainer
-        if place:
+        if index:
             # The Trainer is iterating over this list: later callbacks must not move.
-            callbacks.insert(0, callbacks.pop(place))
+            callbacks.insert(0, callbacks.pop(index))
         self._handled = sys.exception()
         check_end = Calls(do_nothing, self._end_if_failed)
         calls = {
@@ -453,8 +454,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._wall_clock.stop()
         self._patches.remove()
         if self._trainer is not None:
-            transformers_.put_callback_after(self._trainer, self, self._before)
-            self._before = None
+            transformers_.put_callback_after(self._trainer, self, self._original_predecessor)
+            self._original_predecessor = None
         self._trainer = self._handled = None
         is_due, self._is_table_due = self._is_table_due, False
         self._show(is_due)

@@ -153,9 +153,9 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         [{"data": 0, "loss": 11, "forward": 4}],
     ),
     "the mark before the last one can be renamed": (
-        "mark forward; 4; rename_before data, other; mark <after forward>; 1;"
-        "rename_before loss, data; rename_before forward, loss; end; rename_before data, loss; 1;"
-        "end",
+        "mark forward; 4; relabel_before data, other; mark <after forward>; 1;"
+        "relabel_before loss, data; relabel_before forward, loss; end;"
+        "relabel_before data, loss; 1; end",
         [{"loss": 4, "other": 1}, {"data": 1}],
     ),
     "data follows a pause by hand that outlasts its step": (
@@ -165,7 +165,7 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
     # Waits for other ranks, of 3 ms each.
     "waits of a renamed phase are renamed with it": (
         "mark <after forward>; 1; wait; 1; mark_instead <after forward>, loss; 2; mark forward;"
-        "wait; 4; mark <after forward>; rename_before forward, loss; mark backward; 8; end",
+        "wait; 4; mark <after forward>; relabel_before forward, loss; mark backward; 8; end",
         [{"data": 0, "loss": 14, "loss/comm": 6, "backward": 8}],
     ),
     "a pause of an evaluation keeps the waits before it": (

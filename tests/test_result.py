@@ -1,6 +1,7 @@
 """Results as JSON and Markdown: the schema, their size, and the commands that print them."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Command
 from fake_loop import with_facts
 from processes import ENVIRONMENT
 from test_compare import run
@@ -15,6 +17,7 @@ from test_schema import GOLDEN, filled_run
 
 from lightning_gputime import Run, compare, load
 from lightning_gputime.__main__ import main
+from lightning_gputime._auto_instrumentation.environment import BEGAN, VARIABLE
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.result import result_of
@@ -116,6 +119,37 @@ for number in range(30):
     if number == 20:
         raise KeyError
 """
+
+
+SAVES_RUNS = """
+import json, os, pathlib, sys
+path = pathlib.Path(json.loads(os.environ["LIGHTNING_GPUTIME"])["save_path"])
+golden = pathlib.Path(sys.argv[1]).read_text()
+for end in sys.argv[2:]:
+    text = golden.replace('"device": "text"', f'"device": "GPU{end}"')
+    path.with_stem(path.stem + end).write_text(text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [([], 2), ([""], 0), (["", "-2", "-10"], 0), (["-4711"], 0)],
+    ids=["no training", "a training", "three trainings", "only a subprocess trains"],
+)
+def test_run_prints_and_saves_each_training(
+    ends: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    for variable in (VARIABLE, BEGAN, "PYTHONPATH"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    script, folder = tmp_path / "train.py", tmp_path / "new"
+    script.write_text(SAVES_RUNS)
+    arguments = ["--brief", "--save-path", folder / "saved.json", script, GOLDEN / "run-6.0.json"]
+    out, err = command("run", *arguments, *reversed(ends), code=code)
+    printed = [parse_valid(line)["environment"]["device"] for line in out.splitlines()]
+    saved = [load(folder / f"saved{end}.json").environment.device for end in ends]
+    assert printed == saved == [f"GPU{end}" for end in ends]
+    assert len([*folder.glob("*")]) == len(ends)
+    assert ("no run was saved" in err) == (not ends)
 
 
 @pytest.mark.slow

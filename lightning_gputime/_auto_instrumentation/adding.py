@@ -188,7 +188,7 @@ class EarlyStages(StagedLoaders):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._is_included, time.perf_counter_ns, self._add_loader)
+        super().__init__(self._is_included, time.perf_counter_ns, self._remember_newest)
         self._newest: Any = None  # Times of the loader whose iterator is under construction.
         self._by_iterator = WeakKeyDictionary[Any, Any]()
 
@@ -213,7 +213,8 @@ class EarlyStages(StagedLoaders):
         is_attached = any(isinstance(other, StagedLoaders) for other in others)
         return get_worker_info() is None and not is_attached
 
-    def _add_loader(self, loader: Loader) -> Loader:
+    def _remember_newest(self, loader: Loader) -> Loader:
+        # `on_call_end` is called next, with the iterator of this loader.
         self._newest = loader
         return loader
 
@@ -240,15 +241,16 @@ class TimedLoop:
         self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
         self._iterators: list[Any] = []  # Iterators of the first step.
         self._datasets: list[_Dataset] = []  # Training datasets; empty in the first step.
-        self._has_started = False  # True from `iter(loader)` until the first fetch.
+        self._awaits_first_fetch = False  # True from `iter(loader)` until the first fetch.
         # The timer also listens to `iter(loader)`, but needs `_start_epoch` to have passed it the
         # loader. So subscribe first.
-        starts = Subscription(DataLoader, "__iter__", Calls(self._start_epoch, self._read_settings))
+        calls = Calls(self._start_epoch, self._keep_only_settings)
+        starts = Subscription(DataLoader, "__iter__", calls)
         starts.attach()
         self._timer.attach()
         self._timer._session.attach_until_end(starts)
         self._hook = optimizer.register_step_post_hook(self._step_ends)
-        self._has_begun = False  # True after the first update.
+        self._has_updated = False  # True after the first update.
         self._show = finish_at_exit(self._timer, wanted)
         self.is_shown = self._show is not None
 
@@ -272,9 +274,9 @@ class TimedLoop:
 
     def _step_ends(self, *_: Any) -> None:
         session = self._timer._session
-        if not self._has_begun:
+        if not self._has_updated:
             # The timer was attached inside this step, so the next is the first to be timed.
-            self._has_begun = True
+            self._has_updated = True
             session.begin_step()
             if (entry := loader_next()) is not None:
                 session.attach_until_end(Subscription(*entry, self))
@@ -285,7 +287,7 @@ class TimedLoop:
                 self._early.move(iterator, self._timer._culprits)
             self._early.remove()
             if self._iterators:
-                self._read_settings(self._iterators[-1])
+                self._keep_only_settings(self._iterators[-1])
             self._iterators = []
             calls = session.recorder.open.labels.count(AFTER_BACKWARD)
             if calls > 1 and not self._datasets:
@@ -297,14 +299,14 @@ class TimedLoop:
         if not self._is_timed(loader.dataset):
             return False
         self._timer._session.recorder.mark(DATA)
-        self._has_started = True
-        # While the iterator is created, the timer keeps the loader, to time its stages.
+        self._awaits_first_fetch = True
+        # Let the timer keep the loader while its iterator is created, to time its stages.
         self._timer._read_loader(loader, in_data=True)
         return True
 
-    def _read_settings(self, iterator: Any) -> None:
-        # Let the timer keep the loader's settings instead of the loader: a script may create a
-        # loader for each epoch, whose workers exit once it is deleted.
+    def _keep_only_settings(self, iterator: Any) -> None:
+        # Now let the timer keep the settings of the loader instead: a script may create a loader
+        # for each epoch, whose workers exit once it is deleted.
         self._timer._read_loader(settings_of_iterator(iterator), in_data=True)
 
     # Listener of loader iterators, see `Calls`
@@ -321,12 +323,12 @@ class TimedLoop:
         self._timer._session.fetch_begins()
         if recorder.state is PAUSED:
             recorder.resume(DATA)
-        elif not self._has_started:
+        elif not self._awaits_first_fetch:
             # The end of the step has marked `data`, but the fetch only starts now: the time until
             # now is `other`.
             recorder.mark_instead(DATA, OTHER)
             recorder.mark(DATA)
-        self._has_started = False
+        self._awaits_first_fetch = False
         return True
 
     def on_call_end(self, batch: Any) -> None:

@@ -92,15 +92,21 @@ def run(args: argparse.Namespace) -> int:
         ) from None
 
 
-def run_to_file(args: argparse.Namespace, path: Path) -> int:
-    """Run the script as `run` does, but in a subprocess whose output goes to stderr."""
-    args.save_path = str(path)
-    program, arguments = _prepare(args)
+def run_to_folder(args: argparse.Namespace, folder: Path) -> int:
+    """Run the script as `run` does, but in a subprocess whose output goes to stderr.
+
+    Its trainings are saved in `folder`, with the file names that `run` gives them. Return the exit
+    code.
+    """
+    program, arguments = _prepare(args, folder)
     return _wait(subprocess.Popen(arguments, executable=program, stdout=2))
 
 
-def _prepare(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write the options of `run` to the environment. Return the program to start, and its argv."""
+def _prepare(args: argparse.Namespace, folder: Path | None = None) -> tuple[str, list[str]]:
+    """Write the options of `run` to the environment. Return the program to start, and its argv.
+
+    With a `folder`, save there instead of at `save_path`.
+    """
     given = vars(args)
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
@@ -115,6 +121,9 @@ def _prepare(args: argparse.Namespace) -> tuple[str, list[str]]:
             Options(**options)
         if "save_path" in wanted:
             wanted["save_path"] = check_save_path(wanted["save_path"])
+        if folder is not None:
+            name = Path(wanted.get("save_path", "run.json.gz")).name
+            wanted["save_path"] = str(folder / name)
     except TypeError as error:
         raise ValueError(error) from None
     os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}

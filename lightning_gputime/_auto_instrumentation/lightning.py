@@ -19,8 +19,8 @@ class TrainerAdder(pl.Callback):
     @suppress_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         timer = GPUPhaseTimer(**timer_options(self._wanted))
-        # The timer's `on_fit_start` raises if another timer has the same prefix, but a timer that
-        # was added from outside must not stop the script.
+        # The timer's `on_fit_start` only raises if another timer has the same prefix. A timer that
+        # was added from outside must not stop the script, so replace this method.
         vars(timer)["on_fit_start"] = partial(_name_file, timer, self._wanted)
         if adding.replace_with_timer(self, trainer.callbacks, timer, self._wanted):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)

@@ -206,7 +206,9 @@ def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
     @wraps(original)
     def first_iter(loader: Any) -> Any:
         if DataLoader.__iter__ is not first_iter:
-            return original(loader)  # A timer, or other code, has wrapped this function.
+            # A timer, or other code, has wrapped this function, so it cannot be removed. Only pass
+            # the call on, without `call`.
+            return original(loader)
         cancel()
         with suppress_errors():
             call()

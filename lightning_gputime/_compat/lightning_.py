@@ -68,7 +68,8 @@ def _package_of(trainer: Any) -> str:
 
 def step_counter(trainer: Any) -> Callable[[], int]:
     """Return a function that returns the number Lightning logs the current step under."""
-    # Not `global_step`, which counts each optimizer of a batch, but only if Lightning wraps it.
+    # Not `global_step`: it counts each optimizer that Lightning wraps, so a batch with two of them
+    # counts twice, and a batch without any does not count.
     loop = _epoch_loop(trainer)
     if _STEPS.is_in(loop):
         return partial(getattr, loop, _STEPS.attribute)

@@ -116,4 +116,4 @@ def report_missing_of(owner: Any, *names: Name) -> None:
 
 def not_measured(libraries: Iterable[str]) -> list[NotMeasured]:
     wanted = {*libraries}
-    return [gap for path, gap in _not_measured.items() if path.partition(".")[0] in wanted]
+    return [found for path, found in _not_measured.items() if path.partition(".")[0] in wanted]

@@ -40,7 +40,8 @@ def interpreter_flags() -> list[str]:
 
 def variables_of_callers() -> Iterator[dict[str, Any]]:
     """Yield the local variables of all callers, innermost first."""
-    # Skip our own frame: reading its variables creates a reference cycle.
+    # Skip this generator (0), because reading its own variables creates a reference cycle, and the
+    # function that iterates over it (1).
     frame = sys._getframe(2)
     while frame is not None:
         yield frame.f_locals

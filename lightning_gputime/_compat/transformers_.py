@@ -112,9 +112,9 @@ def put_callback_after(trainer: Any, callback: object, predecessor: object) -> N
     handler, callbacks = _HANDLER.of(trainer), callbacks_of(trainer)
     others = [other for other in callbacks if other is not callback]
     if len(others) < len(callbacks):
-        place = 1 + next((i for i, other in enumerate(others) if other is predecessor), -1)
+        index = 1 + next((i for i, other in enumerate(others) if other is predecessor), -1)
         # Assign a new list, because the Trainer may be iterating over it.
-        handler.callbacks = [*others[:place], callback, *others[place:]]
+        handler.callbacks = [*others[:index], callback, *others[index:]]
 
 
 def epoch_start(trainer: Any) -> tuple[Any, str] | None:
@@ -158,8 +158,9 @@ def functions_to_name(trainer: Any) -> Iterator[Any]:
     These are events of callbacks, methods of the Trainer and its accelerator, and updates.
     """
     for callback in callbacks_of(trainer):
-        events = (name for name in dir(type(callback)) if name.startswith("on_"))
-        yield from (getattr(callback, event) for event in events if _defines(callback, event))
+        for name in dir(type(callback)):
+            if name.startswith("on_") and _is_overridden_by_user(callback, name):
+                yield getattr(callback, name)
     for owner in (trainer, trainer.accelerator):
         for kind in type(owner).__mro__:
             yield from filter(isfunction, vars(kind).values())
@@ -168,8 +169,8 @@ def functions_to_name(trainer: Any) -> Iterator[Any]:
     yield getattr(type(optimizer), "step", None)
 
 
-def _defines(owner: object, method: str) -> bool:
-    # Return True if a class outside transformers' trainer modules defines the method.
+def _is_overridden_by_user(owner: object, method: str) -> bool:
+    """Return True if a class outside transformers' trainer modules defines the method."""
     for kind in type(owner).__mro__:
         if method in vars(kind):
             return kind.__module__ not in (MODULE, f"{MODULE}_callback")

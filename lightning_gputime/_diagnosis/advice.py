@@ -19,7 +19,7 @@ from lightning_gputime._diagnosis import (
     Case,
     Entry,
 )
-from lightning_gputime._diagnosis.breakdown import is_own_work
+from lightning_gputime._diagnosis.breakdown import is_model_work
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._loader.advice import advise_on_first_step, advise_on_loader
 from lightning_gputime._measurement.culprits import GC_COLLECT, of_entry
@@ -123,7 +123,7 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
         yield from _fuse_update(m, case.setup)
         return
     times = f", {line.calls:.0f} times per step" if line.calls >= 4 else ""
-    in_model = is_own_work(line, entry.phases_ms)
+    in_model = is_model_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
     is_launch = in_model and keeps_waiting and entry.share < 0.2
     is_short_library = line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1

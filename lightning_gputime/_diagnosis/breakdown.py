@@ -315,7 +315,7 @@ def _entry_in_steps(
         saved_share = min(share, saved_ms / step_ms * steps_share)
     phases_ms = {top: (part.gpu[top] + part.host[top]) * step_ms for top in sorted(tops)}
     code = CODES.get(name, GPU_BOUND if pace == "GPU" else HOST_BOUND)
-    if name not in CODES and m.on_host_clock and is_own_work(part.line, phases_ms):
+    if name not in CODES and m.on_host_clock and is_model_work(part.line, phases_ms):
         code = COMPUTE_BOUND
     lines: list[LineRow] = []  # Code that runs in an entry that is not code.
     if part.line is None and name in (DATA, FETCH) and m.loaders:
@@ -342,25 +342,31 @@ def _entry_in_steps(
     )
 
 
-def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
-    """Return True for the model's own work: its forward and backward, and the update.
+def is_model_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
+    """Return True for the model's work: its forward and backward, and the update.
 
-    A recomputation in backward is not: it is exchanged for memory. Neither is code that the model
-    calls if nothing in it is differentiable, such as a search in NumPy. `line` is None if the entry
-    is not code. `phases` has its time by top-level phase.
+    It cannot simply be removed. Other code in these phases can:
+
+    - a recomputation in backward, which is exchanged for memory,
+    - code that the model calls, if nothing in it is differentiable, such as a search in NumPy,
+    - the user's code in `optimizer`, such as clipping before the update.
+
+    Args:
+        line: The code; None if the entry is not code.
+        phases: Its time by top-level phase.
     """
-    if line is not None and line.is_recomputed:
-        return False
-    if line is not None and line.file and not line.is_library and not line.is_forward:
-        # Code that only runs in backward is not the reason for nodes of the graph.
-        has_backward = 0 < phases.get(BACKWARD, 0.0) < sum(phases.values())
-        if line.operations == 0 and not has_backward:
-            return False
     total = sum(phases.values())
     model = sum(phases.get(phase, 0.0) for phase in MODEL_PHASES)
-    update = phases.get(OPTIMIZER, 0.0)
-    if line is not None and not line.is_library:  # Such as clipping before the update.
-        model -= update
+    if line is not None:
+        if line.is_recomputed:
+            return False
+        is_called_by_model = line.file and not line.is_library and not line.is_forward
+        # Code that only runs in backward is not the reason for nodes of the graph.
+        has_backward = 0 < phases.get(BACKWARD, 0.0) < total
+        if is_called_by_model and line.operations == 0 and not has_backward:
+            return False
+        if not line.is_library:
+            model -= phases.get(OPTIMIZER, 0.0)
     return model >= 0.5 * total > 0
 
 

@@ -29,7 +29,7 @@ from lightning_gputime._diagnosis.advice import (
 from lightning_gputime._diagnosis.breakdown import (
     break_down,
     is_blurred,
-    is_own_work,
+    is_model_work,
     may_hide_evaluations,
 )
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
@@ -60,7 +60,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
     breakdown = break_down(m, setup)
-    own = [row for row in breakdown.rows if row.line is not None and _is_own_work(row)]
+    of_model = [row for row in breakdown.rows if row.line is not None and _is_models_entry(row)]
     rows = []
     for row in breakdown.rows:
         case = Case(row, breakdown, m, setup)
@@ -69,7 +69,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         is_update = line is not None and line.is_library and line.function.endswith(".step")
         is_short = row.share < _MIN_BOTTLENECK and not is_update
         if row.error < row.share and not is_blurred(_names(row), m):
-            row = replace(row, advice=advise(case, only_settings=row in own[1:] and is_short))
+            row = replace(row, advice=advise(case, only_settings=row in of_model[1:] and is_short))
         rows.append(row)
     breakdown = replace(breakdown, rows=tuple(rows))
     blurred_share = sum(row.share for row in rows if is_blurred(_names(row), m))
@@ -130,13 +130,13 @@ def _names(row: Entry) -> tuple[str, ...]:
 
 def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> Diagnosis:
     """Return the diagnosis, with advice that belongs to no entry."""
-    own = [row for row in breakdown.rows if _is_own_work(row)]
+    of_model = [row for row in breakdown.rows if _is_models_entry(row)]
     if not m.on_host_clock:
         # Code in the model at which the host does something else than launch the model's work.
-        own = [row for row in own if row.pace != "host" or _launches(row)]
-    launches = 0.0 if m.on_host_clock else sum(row.host_share for row in own)
+        of_model = [row for row in of_model if row.pace != "host" or _launches(row)]
+    launches = 0.0 if m.on_host_clock else sum(row.host_share for row in of_model)
     others = [
-        row for row in breakdown.rows if row.code and row not in own and not is_short_once(row)
+        row for row in breakdown.rows if row.code and row not in of_model and not is_short_once(row)
     ]
     largest = max(others, key=_saved_share, default=Entry("", 0.0, 0.0))
     recurring = max(
@@ -150,7 +150,7 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     is_bottleneck = _saved_share(largest) >= _MIN_BOTTLENECK and is_certain
     # Launches at many lines cannot all be removed, so require 30 %.
     if launches >= 0.3 and not (is_bottleneck and _saved_share(largest) > launches):
-        headline = f"{LAUNCH_BOUND}: {_describe_launches(own, launches, breakdown)}"
+        headline = f"{LAUNCH_BOUND}: {_describe_launches(of_model, launches, breakdown)}"
         if is_worth_a_look:
             headline += f"; worth a look: {_describe(recurring, breakdown, m)}"
         # A setting may be the reason for slow launches.
@@ -170,7 +170,7 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         pace = f"the host sets the pace for {percent(1 - gpu_share)} of the step, at many lines"
     else:
         code, pace = GPU_BOUND, f"the GPU sets the pace for {percent(gpu_share)} of the step"
-    known = [row for row in own if not is_blurred(_names(row), m)]
+    known = [row for row in of_model if not is_blurred(_names(row), m)]
     first = max(known, key=lambda row: row.share, default=None)
     headline, entry = f"{code}: {pace}", ""
     if first is not None and first.share >= _MIN_REPORTED:
@@ -187,7 +187,7 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
             for row in breakdown.rows
             if row.share >= _MIN_REPORTED
             and (row.error >= row.share or _least_share(row, m) < _MIN_HALF * _MIN_REPORTED)
-            and not _is_own_work(row)
+            and not _is_models_entry(row)
         ),
         None,
     )
@@ -207,9 +207,9 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     return Diagnosis(code, grade, entry, headline)
 
 
-def _is_own_work(row: Entry) -> bool:
-    """Return True for an entry that is the model's own work, which cannot simply be removed."""
-    return row.name not in CODES and is_own_work(row.line, row.phases_ms)
+def _is_models_entry(row: Entry) -> bool:
+    """Return True for an entry that is the model's work, which cannot simply be removed."""
+    return row.name not in CODES and is_model_work(row.line, row.phases_ms)
 
 
 def _launches(row: Entry) -> bool:
@@ -228,12 +228,12 @@ def _gpu_share(breakdown: TimeBreakdown) -> float:
     return 1 - host / (breakdown.steps_share or 1.0)
 
 
-def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown) -> str:
+def _describe_launches(of_model: list[Entry], share: float, breakdown: TimeBreakdown) -> str:
     """Return in which phases the GPU waits for launches, as part of a sentence."""
     phases = {
         phase: sum(
             row.host_share * row.phases_ms[phase] / row.ms_per_step
-            for row in own
+            for row in of_model
             if row.phases_ms.get(phase)
         )
         for phase in MODEL_PHASES
@@ -244,7 +244,7 @@ def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown)
         if part >= _MIN_REPORTED * share
     )
     of_step = percent(share / breakdown.steps_share)
-    longest = max(own, key=lambda row: row.host_share)
+    longest = max(of_model, key=lambda row: row.host_share)
     where = "at many lines"
     if longest.line is not None and longest.host_share >= _MIN_OF_ALL * share:
         where = f"most of it at {longest.line}"
@@ -305,6 +305,7 @@ def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
 def _advice_of(breakdown: TimeBreakdown, first: str) -> tuple[Advice, ...]:
     """Return the advice on all entries: on the entry `first` first, on the model's work last."""
     rows = sorted(
-        breakdown.rows, key=lambda row: (row.name != first, _is_own_work(row), -_saved_share(row))
+        breakdown.rows,
+        key=lambda row: (row.name != first, _is_models_entry(row), -_saved_share(row)),
     )
     return tuple({advice.text: advice for row in rows for advice in row.advice}.values())

@@ -104,14 +104,8 @@ class BackwardBoundary:
         # Reentrant checkpointing runs an inner backward inside the marked backward.
         is_inner = self._label_after is not None
         if is_inner or get_ident() != recorder.threads.timed:
-            is_step_untimed = recorder.threads.timed == -1
-            if is_step_untimed and not self._forward.has_trained:
-                # This backward shows that the loop trains. So from now on, model calls in eval mode
-                # without gradients may be an evaluation.
-                is_in_loop = get_ident() == recorder.threads.home and self._batch.is_open
-                is_of_model = self._forward.calls > 0 or not self._was_other_model_called()
-                if is_in_loop and is_of_model and self._optimizer.has_any:
-                    self._forward.backward_begins()
+            if not self._forward.has_trained:
+                self._note_untimed_backward()
             return False
         if not self._batch.is_open:
             return False
@@ -119,12 +113,7 @@ class BackwardBoundary:
         # `torch.autograd.grad` does not accumulate gradients. It is a backward only in a pipeline
         # stage, which calls it for the gradients of its inputs, and later for those of its weights.
         if not accumulate_grad and not runs_for_pipeline():
-            # Ignore a gradient inside a model call, which the model needs for its output, and a
-            # gradient without a model call, such as a compiler's.
-            if not self._forward.calls or label == FORWARD:
-                return False
-            # Ignore a gradient inside an update, for example for a Hessian-vector product.
-            if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
+            if self._is_inner_grad(label):
                 return False
             self._label_after = AFTER_GRAD
             recorder.mark(GRAD)  # Its phase depends on the next label.
@@ -145,6 +134,23 @@ class BackwardBoundary:
         if self._examiner is not None and self._examiner.is_on:
             self._examiner.backward_begins(tensors, creates_graph=creates_graph(args, kwargs))
         return True
+
+    def _note_untimed_backward(self) -> None:
+        """Note that the loop trains, if this backward is in an untimed step of the loop."""
+        threads = self._recorder.threads
+        is_in_loop = threads.timed == -1 and get_ident() == threads.home and self._batch.is_open
+        is_of_model = self._forward.calls > 0 or not self._was_other_model_called()
+        if is_in_loop and is_of_model and self._optimizer.has_any:
+            # From now on, model calls in eval mode without gradients may be an evaluation.
+            self._forward.backward_begins()
+
+    def _is_inner_grad(self, label: str | None) -> bool:
+        """Return True if a call of `torch.autograd.grad` is part of the phase that is running."""
+        # The model needs it for its output, or no model was called, as in a compiler.
+        if not self._forward.calls or label == FORWARD:
+            return True
+        # An update needs it, for example for a Hessian-vector product.
+        return self._optimizer.depth > 0 and label in (AFTER_BACKWARD, OPTIMIZER)
 
     def on_call_end(self, result: Any = None) -> None:
         if self._handles:

@@ -34,20 +34,19 @@ from lightning_gputime._instrumentation.loop import Loop, Search, is_training
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachment, Attachments, Calls, Subscription
 from lightning_gputime._instrumentation.traced import NamedPhase, hook_after, hook_before
-from lightning_gputime._measurement.wall_clock import EVALUATION as EVALUATION_ENTRY
-from lightning_gputime._measurement.wall_clock import STEPS, WallClock
+from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     AFTER_UPDATE,
     BACKWARD,
     DATA,
-    EVALUATION,
     FORWARD,
     GENERATE,
     GRAD,
     INTERRUPTIONS,
     LOSS,
+    MAYBE_EVALUATION,
     OPTIMIZER,
     OTHER,
     TRAINING_STEP,
@@ -59,8 +58,8 @@ from lightning_gputime._record.recorder import IDLE, OPEN, PAUSED, Recorder
 _ACTIVE = Search.ACTIVE  # A global, because every model call looks it up.
 # Number of previous steps that a step with evaluation calls is compared with.
 _N_COMPARED_STEPS = 10
-# Place of a call in its step: the number of training calls, and of updates, before it.
-_Place = tuple[int, int]
+# Position of a call in its step: the number of training calls, and of updates, before it.
+_Position = tuple[int, int]
 # Consecutive marks of a step: the index of the first mark, and the index after the last mark.
 _Span = tuple[int, int]
 
@@ -167,7 +166,8 @@ class ForwardBoundary:
         if self._evaluation_search is _ACTIVE and not is_training(self._model):
             self.evaluation.on_call_start(self.calls, GENERATE)
 
-    def exclude_evaluations(self) -> None:
+    def decide_evaluations(self) -> None:
+        """Decide which calls of the step that ends now are an evaluation, and exclude them."""
         self.evaluation.exclude_evaluations(self.calls, self._n_steps)
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
@@ -186,7 +186,7 @@ class ForwardBoundary:
             if is_dropped:
                 evaluation.reset()
             else:
-                self.exclude_evaluations()
+                self.decide_evaluations()
         if self.calls:
             self.was_ever_called = True
             self.calls = 0
@@ -325,9 +325,9 @@ class ForwardBoundary:
         if self._has_optimizers and not (module.training or torch.is_grad_enabled()):
             # Later steps are compared with this step to find evaluations.
             if not is_training(self._model):
-                place = self.evaluation.count(self.calls)
+                position = self.evaluation.count(self.calls)
                 if self._evaluation_search is _ACTIVE:
-                    self.evaluation.start_untimed_span(place)
+                    self.evaluation.start_untimed_span(position)
             return False
         if self.evaluation.is_pending:
             self.evaluation.end_untimed_span()
@@ -397,7 +397,7 @@ class ForwardBoundary:
                 is_loss = self._is_loss(module, output)
             if is_loss:
                 # Its call was marked as `forward`, and its end by the last mark.
-                recorder.open.rename_before(FORWARD, LOSS)
+                recorder.open.relabel_before(FORWARD, LOSS)
                 # Modules inside a loss are part of it.
                 self._losses.add(key)
                 self._remove_hooks([id(inner) for inner in nn.Module.modules(module)])
@@ -512,8 +512,8 @@ class EvaluationSearch:
       equally many. Such a loop evaluates after `step()`. If the calls were a part of each step, the
       first step would have them, too.
 
-    The rules are applied when the step ends. Until then the calls have the label `EVALUATION`,
-    which counts as `other` if no rule applies.
+    The rules are applied when the step ends. Until then the calls have the label
+    `MAYBE_EVALUATION`, which counts as `other` if no rule applies.
 
     An untimed step has no marks. There, a span of calls lasts on the host's clock from the first
     call until other work of the step follows.
@@ -528,13 +528,15 @@ class EvaluationSearch:
     ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
         self._wall_clock = wall_clock
-        self._open_span: tuple[_Place, int] | None = None  # Place and start of an untimed span.
-        self._spans_ns: Counter[_Place] = Counter()  # Time of the ended untimed spans.
+        self._open_span: tuple[_Position, int] | None = (
+            None  # Position and start of an untimed span.
+        )
+        self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.
         self.has_found = False
         """True once an evaluation was found inside a step."""
         self._was_at_start = False  # True if the newest timed step began with its inner calls.
         self.is_pending = False
-        """True if the open step has calls in eval mode, so `exclude_evaluations` must be called."""
+        """True if the open step has calls in eval mode, so `decide_evaluations` must be called."""
         # Only steps with inner calls, that is calls in eval mode before the last update: the newest
         # of these steps as (step index, number of inner calls), and the number of all of them.
         self._inner_calls: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
@@ -544,14 +546,14 @@ class EvaluationSearch:
 
     def reset(self) -> None:
         self.is_pending = False
-        self._calls: Counter[_Place] = Counter()  # Number of calls at each place.
-        self._places_after_backward: set[_Place] = set()  # In a loop without optimizer.
+        self._calls: Counter[_Position] = Counter()  # Number of calls at each position.
+        self._positions_after_backward: set[_Position] = set()  # In a loop without optimizer.
         self._generations = 0  # Number of calls that generate text.
         self._is_inference = True  # True if all calls are under inference mode.
         self._open_span = None
         self._spans_ns.clear()
 
-    def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
+    def on_call_start(self, forwards: int, label: str = MAYBE_EVALUATION) -> None:
         """Mark an outermost call in eval mode without grad, after `forwards` training calls."""
         recorder = self._recorder
         if is_training(self._model):
@@ -559,75 +561,82 @@ class EvaluationSearch:
             if recorder.label == DATA:
                 recorder.mark(OTHER)
             return
-        place = self.count(forwards, label)
+        position = self.count(forwards, label)
         if recorder.state is IDLE:
-            self.start_untimed_span(place)
+            self.start_untimed_span(position)
         if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
-            self._places_after_backward.add(place)
+            self._positions_after_backward.add(position)
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(label)
 
-    def count(self, forwards: int, label: str = EVALUATION) -> _Place:
-        """Count a call in eval mode without grad. Return its place in the step."""
-        place = forwards, self._optimizer.updates
+    def count(self, forwards: int, label: str = MAYBE_EVALUATION) -> _Position:
+        """Count a call in eval mode without grad. Return its position in the step."""
+        position = forwards, self._optimizer.updates
         self.is_pending = True
         self._is_inference &= torch.is_inference_mode_enabled()
         if label == GENERATE:
             self._generations += 1
         else:
-            self._calls[place] += 1
-        return place
+            self._calls[position] += 1
+        return position
 
-    def start_untimed_span(self, place: _Place) -> None:
+    def start_untimed_span(self, position: _Position) -> None:
         """Start a span, unless this call continues a span.
 
         As in timed steps, calls in a named phase, and between forward and the update, are never
         excluded.
         """
-        forwards, updates = place
+        forwards, updates = position
         may_be_excluded = not forwards or updates > 0
         if self._open_span is None and may_be_excluded and not self._recorder.named.names:
-            self._open_span = place, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
+            self._open_span = position, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
 
     def end_untimed_span(self) -> None:
         """End the open span, if any, because other work of the step follows."""
         if self._open_span is not None:
-            place, start_ns = self._open_span
+            position, start_ns = self._open_span
             self._open_span = None
             now_ns = self._wall_clock.steps_ns(self._recorder.clock.host_ns())
-            self._spans_ns[place] += now_ns - start_ns
+            self._spans_ns[position] += now_ns - start_ns
 
     def exclude_evaluations(self, forwards: int, step: int) -> None:
         """Exclude those calls of a step that are an evaluation. Call when the step ends.
 
-        `forwards` is its number of training calls.
+        Args:
+            forwards: Number of training calls in the step.
+            step: Index of the step.
         """
         updates = self._optimizer.updates
         # Final calls follow the last update, or the last backward in a loop without an optimizer.
         # They are certainly an evaluation. The rules decide on all other calls, the inner calls.
         end = forwards, updates
-        has_final = end in self._calls and (updates > 0 or end in self._places_after_backward)
+        has_final = end in self._calls and (updates > 0 or end in self._positions_after_backward)
         n_final = self._calls[end] if has_final else 0
         n_inner = self._calls.total() + self._generations - n_final
-        labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
+        labels = [MAYBE_EVALUATION, GENERATE] if self._generations else [MAYBE_EVALUATION]
         spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
         final_spans = [spans.pop()] if ends_in_span and has_final else []
         are_inner_excluded = (
             not n_inner or self._is_inference or self._is_exception(n_inner, spans, step)
         )
         inner_spans = spans if are_inner_excluded else []
+        # In a timed step, exclude the marks, from the last span to the first: for a span that is
+        # only preceded by a fetch, `exclude_evaluation` also excludes this fetch. An earlier span
+        # that is already excluded would no longer separate a later span from the fetch.
         for first, stop in [*final_spans, *reversed(inner_spans)]:
             self.has_found = True
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
+        # An untimed step has no marks: exclude its spans, of which the last may still be open.
         self.end_untimed_span()
-        for place, ns in self._spans_ns.items():
-            if are_inner_excluded or (has_final and place == end):
+        for position, ns in self._spans_ns.items():
+            if are_inner_excluded or (has_final and position == end):
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
-                # For a timed step, `StepReader` moves the time, once it has read the marks.
-                self._wall_clock.move(STEPS, EVALUATION_ENTRY, ns / 1e6)
+                # For a timed step, the session moves the time, once it has read the marks.
+                self._wall_clock.move(STEPS, EVALUATION, ns / 1e6)
         if self.had_inner_calls(step):
-            # The step was remembered when it seemed to end, but continued. Replace its number.
+            # The loop was left inside this step, which continued in another loop. So this is the
+            # second decision on the step: forget the first.
             self._inner_calls.pop()
             self._n_steps_with_inner_calls -= 1
         if n_inner:

@@ -196,9 +196,8 @@ class OptimizerBoundary:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
         try:
-            # Between timed steps only `_after_step` counts updates.
             if recorder.state is IDLE:
-                return
+                return  # In an untimed step, `_after_step` counts the updates.
             if id(optimizer) not in self._given and not self._includes_other(optimizer):
                 return
             if self.depth and (running := steps_on_stack()) is not None:
@@ -207,7 +206,8 @@ class OptimizerBoundary:
                 self.depth = min(self.depth, running - 1)
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if recorder.label == AFTER_BACKWARD and closure is None and not self.depth:
-                # Same as `_begin` in the most common case, without another call.
+                # Same as `_begin` without a mark, because the time after a backward already counts
+                # as `optimizer`. Inlined, because it is the most common case.
                 self.depth, self.ended_early, self._interrupted = 1, False, None
             else:
                 self._begin(closure)
@@ -221,7 +221,8 @@ class OptimizerBoundary:
                 return
             is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
             if is_simple and recorder.state is not IDLE:
-                # Same as `_end` in the most common case, without another call.
+                # Same as `_end` for an outermost update that interrupts nothing. Inlined, because
+                # it is the most common case.
                 self.depth = 0
                 self.updates += 1
                 recorder.mark(AFTER_UPDATE)
@@ -255,7 +256,7 @@ class OptimizerBoundary:
             return
         self._interrupted = None
         # Time after a backward, with unscaling and clipping, already counts as `optimizer`, so no
-        # mark is needed.
+        # mark is needed. `_before_step` inlines this branch.
         if label == AFTER_BACKWARD and closure is None:
             return
         trains_first = closure is not None and self._trains_in_closure

@@ -60,6 +60,20 @@ class FunctionPatch:
 
     If other code wraps the patch, the patch stays inside that wrapper, and does nothing without
     listeners. If that code restores the patch later, the next call removes it.
+
+    Attributes:
+        listeners: Objects with the methods of `Calls`, in the order of their calls.
+        replacement: Object that replaces the function; None if it is the patch itself, because a
+            reference to itself would keep the patch, and so its owner, alive.
+        _owner: Class, module or object that has the function.
+        _name: Name of the attribute that is replaced.
+        _read_name: Name by which the function is read. The attribute that stores a property, such
+            as `_loss_function`, is missing until the property is set. Until then, it is the
+            property.
+        _original: Raw value to restore: on a C++ class, `getattr` returns an object that does not
+            bind. `_MISSING` if the owner itself has no such attribute. Then `restore` deletes the
+            patch, so that the method of its class is found again.
+        _call: The original function, as a call on the owner finds it.
     """
 
     # Attributes are slots, because wrappers of other code copy `__dict__`.
@@ -78,18 +92,11 @@ class FunctionPatch:
     def __init__(self, owner: Any, name: str, wrap: Wrap | None = None) -> None:
         self.listeners: list[Any] = []
         self._owner, self._name = owner, name
-        # The attribute that stores a property, such as `_loss_function`, is missing until the
-        # property is set. Until then, read the property.
         self._read_name = name if hasattr(owner, name) else name.removeprefix("_")
-        # Keep the raw value to restore: on a C++ class, `getattr` returns an object that does not
-        # bind. If the owner itself has no such attribute, `restore` deletes the patch, so that the
-        # method of its class is found again.
         self._original = vars(owner).get(name, _MISSING)
         self._call = getattr(owner, self._read_name)
         # Do not copy attributes: torch recognizes compiled functions by them.
         functools.update_wrapper(self, self._call, updated=())
-        # The object that replaces the function; None if it is the patch itself, because a reference
-        # to itself would keep the patch, and so its owner, alive.
         self.replacement: Any = None
         if wrap is not None:
             # If the owner is an instance, this must be picklable, such as a bound method.
@@ -103,7 +110,7 @@ class FunctionPatch:
             # Other code may read attributes of the original function.
             vars(method).update(attributes_of(self._call))
             self.replacement = method
-        _patches[id(_object_of(self.replacement or self))] = self
+        self._register()
         # Compiled code calls this package only through patches, so the first patch is early enough.
         apply_compile_skips()
 
@@ -153,9 +160,14 @@ class FunctionPatch:
         # Learning rate schedulers read this attribute of the function that they wrap.
         return self._call.__func__
 
+    def _register(self) -> None:
+        """Let `patch_of` find the patch by the object that it sets."""
+        _patches[id(_object_of(self if self.replacement is None else self.replacement))] = self
+
     @property
     def is_applied(self) -> bool:
-        return vars(self._owner).get(self._name) is (self.replacement or self)
+        current = vars(self._owner).get(self._name)
+        return current is (self if self.replacement is None else self.replacement)
 
     def apply(self) -> bool:
         """Replace the function, unless other code has replaced it. Return whether it succeeded."""
@@ -167,7 +179,7 @@ class FunctionPatch:
         # The class may have a different method by now.
         if self._original is _MISSING and getattr(owner, self._read_name) != self._call:
             return False
-        self._set(self.replacement or self)
+        self._set(self if self.replacement is None else self.replacement)
         return True
 
     def restore(self) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_gputime._ledger.pace import MAX_IDLE_LAG_MS, Bounds, lags_ms
 from lightning_gputime._ledger.places import Line
-from lightning_gputime._phases import BACKWARD, EVALUATED, StepRecord, resolve_labels
+from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, StepRecord, resolve_labels
 
 GPU, HOST, IDLE = "gpu", "host", "idle"
 """Kinds of time: the device set the pace, the host set it while the line ran, and the host set it
@@ -23,8 +23,8 @@ class Cell(NamedTuple):
 
     Attributes:
         place: Line that is the reason for the time.
-        phase: Phase in which the time passed, with its sub-phase; `EVALUATED` for an evaluation.
-            Outside of steps, the entry of the wall clock.
+        phase: Phase in which the time passed, with its sub-phase. In an evaluation inside a step,
+            `EVALUATION_IN_STEP`. Outside of steps, the entry of the wall clock.
         kind: `GPU`, `HOST` or `IDLE`.
     """
 
@@ -56,14 +56,14 @@ class ExaminedStep:
     @property
     def step_ms(self) -> float:
         """Time of the step, without evaluations (in milliseconds)."""
-        return sum(ms for cell, ms in self.cells_ms.items() if cell.phase != EVALUATED)
+        return sum(ms for cell, ms in self.cells_ms.items() if cell.phase != EVALUATION_IN_STEP)
 
     def evaluation(self, entry: str) -> "ExaminedStep | None":
         """Return the evaluation inside this step, as an occurrence of an entry, or None."""
         cells = {
             cell._replace(phase=entry): ms
             for cell, ms in self.cells_ms.items()
-            if cell.phase == EVALUATED
+            if cell.phase == EVALUATION_IN_STEP
         }
         return replace(self, cells_ms=cells) if cells else None
 
@@ -134,7 +134,7 @@ def _intervals(step: StepRecord) -> Iterator[_Interval]:
     """Yield the intervals of a step, in order."""
     marks_ms = [*accumulate(step.device_ms, initial=0.0)]
     phases = [
-        names[-1] if names else EVALUATED if label == EVALUATED else ""
+        names[-1] if names else EVALUATION_IN_STEP if label == EVALUATION_IN_STEP else ""
         for label, names in zip(step.labels, resolve_labels(step.labels), strict=True)
     ]
     # Start and end of the mark on the host, device time, and index of the label or the line.

@@ -84,7 +84,7 @@ class Examiner:
         self._operations.clear()
         self.trained.clear()
         try:
-            self.unavailable = self.watch.start(sys._getframe(1), self._allowed_events)
+            self.unavailable = self.watch.start(sys._getframe(1), self._more_events)
         except Exception as error:
             self._fail(error)
         if not self.watch.is_on:
@@ -93,7 +93,7 @@ class Examiner:
         self._mark(self.watch.line)
         return self._marks
 
-    def _allowed_events(self, events: int) -> int:
+    def _more_events(self, events: int) -> int:
         """Return how many more events may follow after this many; 0 to ignore frequent lines."""
         event_ns = self.marks_ns / self._n_marks if self._n_marks else _FIRST_MARK_NS
         event_ns += _EVENT_NS

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
 from lightning_gputime._ledger.places import Function, Line, Operations
-from lightning_gputime._phases import BACKWARD, EVALUATED, FORWARD, of_one_callback
+from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, FORWARD, of_one_callback
 
 _MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
 _MIN_DEEPER = 0.7  # A function that takes this fraction of its caller explains the caller's time.
@@ -202,9 +202,9 @@ def line_rows(
     factors, rest = _factors(steps, weights, targets)
     scaled = [
         {
-            cell: ms * factors.get((cell.phase, cell.kind == GPU), 1.0)
+            cell: ms * factors.get(_phase_and_pace(cell), 1.0)
             for cell, ms in step.cells_ms.items()
-            if cell.phase != EVALUATED
+            if cell.phase != EVALUATION_IN_STEP
         }
         for step in steps
     ]
@@ -215,61 +215,31 @@ def line_rows(
     _move_recomputation(mean_ms)
     loops = frozenset().union(*(step.base | step.spans for step in steps))
     owners = _Owners(mean_ms, loops, busy_functions)
-    drafts: dict[Any, _Draft] = {}
-    keys: dict[Cell, Any] = {}
+    drafts: dict[_RowKey, _Draft] = {}
+    keys: dict[Cell, _RowKey] = {}
     for cell, ms in mean_ms.items():
         function, number = owners.of(cell.place)
-        is_trainer = function is None or (function.file, function.name) in outside
-        name = of_one_callback(cell.phase) or trainer
-        key: Any = (name,)
-        if function is not None and not is_trainer:
-            key = (function.key, number, _is_recomputed(cell))
-        draft = drafts.get(key)
-        if draft is None:
-            draft = drafts[key] = _Draft(None if is_trainer else function, number, entry)
-            draft.is_recomputed = _is_recomputed(cell)
-            draft.is_rest = name == trainer
-            if draft.function is not None:
-                is_loop = owners.is_loop(draft.function) and not draft.function.is_library
-                draft.is_rest = is_loop and not number
+        if function is None or (function.file, function.name) in outside:
+            function, key = None, _RowKey(of_one_callback(cell.phase) or trainer)
+            is_rest = key.trainer == trainer
+        else:
+            key = _RowKey("", function.key, number, _is_recomputed(cell))
+            is_rest = owners.is_loop(function) and not function.is_library and not number
+        if key not in drafts:
+            drafts[key] = _Draft(key, function, entry, is_rest=is_rest)
+        drafts[key].add(cell, ms)
         keys[cell] = key
-        draft.add(cell, ms)
-    all_ms: dict[tuple[str, bool], float] = defaultdict(float)
-    for cell, ms in mean_ms.items():
-        all_ms[cell.phase, cell.kind == GPU] += ms
-    places = {cell.place: key for cell, key in keys.items()}
-    for step, cells in zip(steps, scaled, strict=True):
-        step_ms: dict[tuple[str, bool], float] = defaultdict(float)
-        for cell, ms in cells.items():
-            step_ms[cell.phase, cell.kind == GPU] += ms
-        # The time of a phase has its own error. Here, only the row's fraction of it matters.
-        excess_ms: dict[Any, float] = defaultdict(float)
-        for cell, ms in mean_ms.items():
-            pace = cell.phase, cell.kind == GPU
-            usual_ms = ms * step_ms[pace] / all_ms[pace] if all_ms[pace] else 0.0
-            excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
-        # The line that keeps the device waiting depends on other lines, but its own time does not.
-        own_ms: dict[Any, float] = defaultdict(float)
-        for cell, ms in cells.items():
-            if cell in keys and (cell.kind == GPU or not step.busy_ms):
-                own_ms[keys[cell]] += ms
-        for place, ms in step.busy_ms.items():
-            if place in places:
-                own_ms[places[place]] += ms
-        for key, draft in drafts.items():
-            draft.excess_ms.append(excess_ms[key])
-            draft.each_ms.append(own_ms[key])
+    _add_each_step(drafts, keys, mean_ms, steps, scaled)
     steps_ms = [sum(cells.values()) for cells in scaled]
     rows = [
         draft.row(
-            str(key[0]),
             _mean([step.calls for step in steps], weights),
             _mean([step.busy_ms for step in steps], weights),
             _growth(draft.each_ms, steps_ms),
             modules or {},
             operations or {},
         )
-        for key, draft in drafts.items()
+        for draft in drafts.values()
     ]
     rows += [
         LineRow("", phases={phase: PhasePart(gpu_ms, host_ms)})
@@ -277,6 +247,59 @@ def line_rows(
     ]
     rows = [row for row in rows if row.phases]
     return tuple(sorted(rows, key=lambda row: -row.ms)[:_MAX_ROWS])
+
+
+class _RowKey(NamedTuple):
+    """Identity of a row."""
+
+    trainer: str  # Name of the trainer or its hook, if no code of the user ran; else empty.
+    function: tuple[str, str, int] | None = None  # Key of the function.
+    line: int = 0  # Number of the line; 0 for all lines of the function.
+    is_recomputed: bool = False
+
+
+def _phase_and_pace(cell: Cell) -> tuple[str, bool]:
+    """Return the phase of a cell, and True if the GPU set the pace."""
+    return cell.phase, cell.kind == GPU
+
+
+def _add_each_step(
+    drafts: Mapping[_RowKey, "_Draft"],
+    keys: Mapping[Cell, _RowKey],
+    mean_ms: Mapping[Cell, float],
+    steps: Sequence[ExaminedStep],
+    scaled: Sequence[Mapping[Cell, float]],
+) -> None:
+    """Add the time in each examined step to the rows, for their error and growth.
+
+    `keys` has the row of each cell. `mean_ms` is the mean of `scaled`, the scaled times of `steps`.
+    """
+    mean_of_phases_ms: dict[tuple[str, bool], float] = defaultdict(float)
+    for cell, ms in mean_ms.items():
+        mean_of_phases_ms[_phase_and_pace(cell)] += ms
+    key_of_place = {cell.place: key for cell, key in keys.items()}
+    for step, cells in zip(steps, scaled, strict=True):
+        phases_ms: dict[tuple[str, bool], float] = defaultdict(float)
+        for cell, ms in cells.items():
+            phases_ms[_phase_and_pace(cell)] += ms
+        # The time of a phase has its own error. Here, only the row's fraction of it matters.
+        excess_ms: dict[_RowKey, float] = defaultdict(float)
+        for cell, ms in mean_ms.items():
+            phase = _phase_and_pace(cell)
+            all_ms = mean_of_phases_ms[phase]
+            usual_ms = ms * phases_ms[phase] / all_ms if all_ms else 0.0
+            excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
+        # The line that keeps the device waiting depends on other lines, but its own time does not.
+        own_ms: dict[_RowKey, float] = defaultdict(float)
+        for cell, ms in cells.items():
+            if cell in keys and (cell.kind == GPU or not step.busy_ms):
+                own_ms[keys[cell]] += ms
+        for place, ms in step.busy_ms.items():
+            if place in key_of_place:
+                own_ms[key_of_place[place]] += ms
+        for key, draft in drafts.items():
+            draft.excess_ms.append(excess_ms[key])
+            draft.each_ms.append(own_ms[key])
 
 
 def _growth(each_ms: Sequence[float], steps_ms: Sequence[float]) -> tuple[float, float]:
@@ -381,7 +404,7 @@ def _factors(
     examined: dict[tuple[str, bool], float] = defaultdict(float)
     for step, weight in zip(steps, weights, strict=True):
         for cell, ms in step.cells_ms.items():
-            examined[cell.phase, cell.kind == GPU] += weight * ms
+            examined[_phase_and_pace(cell)] += weight * ms
     factors: dict[tuple[str, bool], float] = {}
     rest: dict[str, tuple[float, float]] = {}
     for phase in dict.fromkeys([*targets.gpu_ms, *targets.host_ms]):
@@ -416,11 +439,12 @@ class _Owners:
     """Choice of the function and the line that a row names, for the time of each line.
 
     From the training loop inwards, the first function that does not need a row is left out: its
-    time belongs to the line that calls it. A function gets a row if it takes enough time, and if
+    time belongs to the line that calls it. A function needs a row if
 
-    - it is called by the loop: by a function in which one phase ends and another begins,
-    - or it is part of the model,
-    - or it takes most of the time of its caller.
+    - it is the loop, or a part of it: a function in which one phase ends and another begins,
+    - or it takes enough time, and the loop calls it,
+    - or it takes enough time, and it is part of the model,
+    - or it takes enough time, and most of the time of its caller.
 
     Args:
         cells_ms: Time of each cell.
@@ -472,12 +496,13 @@ class _Owners:
         if self._splits_lines(function):
             if own[number] >= _MIN_ROW * self._all_ms:
                 return function, number
+            # The rest of the lines has no row, unless the longest stands for all of them.
             is_rest_short = total_ms - own[longest] < (1 - _MIN_LINE) * total_ms
             has_row = own[longest] >= _MIN_ROW * self._all_ms
-            return function, longest if has_row and is_rest_short and not self.is_loop(
-                function
-            ) else 0
-        return function, longest if own[longest] >= _MIN_LINE * total_ms else 0
+            stands_for_all = has_row and is_rest_short and not self.is_loop(function)
+        else:
+            stands_for_all = own[longest] >= _MIN_LINE * total_ms
+        return function, longest if stands_for_all else 0
 
     def _function_of(self, place: Line) -> tuple[Function | None, int]:
         """Return the innermost function with a row, and its line that leads to a place."""
@@ -494,14 +519,15 @@ class _Owners:
         return owner, number
 
     def _needs_row(self, function: Function, caller: Function) -> bool:
-        if self.is_loop(function):
+        """Return True if a function needs a row; the rules are in the docstring of the class."""
+        if self.is_loop(function):  # However short it is.
             return True
         if self._ms[function.key] < _MIN_ROW * self._all_ms:
             return False
         if self.is_loop(caller) or self._is_model(function):
             return True
-        ms = self._of_callers[caller.key, function.key]
-        return ms >= _MIN_DEEPER * self._ms[caller.key]
+        ms_from_caller = self._of_callers[caller.key, function.key]
+        return ms_from_caller >= _MIN_DEEPER * self._ms[caller.key]
 
     def _splits_lines(self, function: Function) -> bool:
         if function.key in self._busy:
@@ -518,13 +544,14 @@ class _Owners:
 
 
 class _Draft:
-    """A row that is being added up."""
+    """A row that is being added up. See `LineRow` for `entry` and `is_rest`."""
 
-    def __init__(self, function: Function | None, number: int, entry: str) -> None:
-        self.function, self._number, self._entry = function, number, entry
+    def __init__(
+        self, key: _RowKey, function: Function | None, entry: str, *, is_rest: bool
+    ) -> None:
+        self._key, self._function, self._entry, self._is_rest = key, function, entry, is_rest
         self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)
-        self.is_recomputed = self.is_rest = False  # See `LineRow`.
         self.excess_ms: list[float] = []
         """Time in each examined step, minus the usual fraction of the phases in this step."""
         self.each_ms: list[float] = []
@@ -536,14 +563,13 @@ class _Draft:
 
     def row(
         self,
-        name: str,
         calls: Mapping[Line, float],
         busy_ms: Mapping[Line, float],
         growth: tuple[float, float],
         modules: Mapping[tuple[str, int], str],
         operations: Mapping[Line, Operations],
     ) -> LineRow:
-        """Return the row. `name` is that of the trainer or of its hook if there is no function."""
+        """Return the row. See `ExaminedStep`, `_growth` and `line_rows` for the arguments."""
         phases = {
             phase: PhasePart(kinds[GPU], kinds[HOST] + kinds[IDLE], idle_ms=kinds[IDLE])
             for phase, kinds in self._kinds_ms.items()
@@ -554,16 +580,23 @@ class _Draft:
         if n > 1:
             t = _T95[min(n - 1, len(_T95)) - 1]
             error_ms = t * stdev(self.excess_ms) / math.sqrt(n)
-        function = self.function
+        key, function = self._key, self._function
         if function is None:
             return LineRow(
-                name, phases=phases, entry=self._entry, error_ms=error_ms, is_rest=self.is_rest
+                key.trainer,
+                phases=phases,
+                entry=self._entry,
+                error_ms=error_ms,
+                is_rest=self._is_rest,
             )
-        first = last = self._number
+        first = last = key.line
         if not first:
-            key = function.key
-            inside = [step for place in self._places for step in place.path if step[0].key == key]
-            numbers = [number for _, number in inside if number] or [function.first_line]
+            numbers = [
+                number
+                for place in self._places
+                for called, number in place.path
+                if called.key == function.key and number
+            ] or [function.first_line]
             first, last = min(numbers), max(numbers)
         longest = max(self._places, key=self._places.__getitem__)
         path = [
@@ -576,7 +609,7 @@ class _Draft:
             if place.function is not None and place.function.key == function.key
         }
         # A function runs as often as its first line.
-        number = self._number or min((place.number for place in runs), default=0)
+        number = key.line or min((place.number for place in runs), default=0)
         kinds = [operations[place] for place in self._places if place in operations]
         return LineRow(
             function.name,
@@ -590,8 +623,8 @@ class _Draft:
             path=tuple(path),
             modules=modules.get((function.file, function.first_line), ""),
             is_library=function.is_library,
-            is_rest=self.is_rest,
-            is_recomputed=self.is_recomputed,
+            is_rest=self._is_rest,
+            is_recomputed=key.is_recomputed,
             is_forward=(function.file, function.first_line) in modules,
             operations=sum(kind.all for kind in kinds) if operations else None,
             busy_ms=sum(busy_ms.get(place, 0.0) for place in self._places),

@@ -50,11 +50,12 @@ class LineWatch:
         self.details: dict[int, int] = {}
         """Detail of each function, by the id of its code: hashing code takes microseconds."""
         self._codes: list[CodeType] = []  # Keeps the codes alive, so that no id is used again.
-        self._stack: list[list[Any]] = []  # `Function` and `Line` of each running function.
+        # The running functions, each with the line that it is at, outermost first.
+        self._stack: list[tuple[Function, Line]] = []
         self._thread = -1
         self._n_events = 0
         self._limit = 0  # Number of events after which lines may have to be ignored.
-        self._allow: Callable[[int], int] = int
+        self._more_events: Callable[[int], int] = int  # See `start`.
         # Number of events by id of the code and line; line 0 is a call.
         self._events: Counter[tuple[int, int]] = Counter()
         # Lines that run too often to be followed. Their time belongs to the line before them.
@@ -70,15 +71,19 @@ class LineWatch:
     @property
     def line(self) -> Line:
         """The line that is running."""
-        return self._stack[-1][1] if self._stack else self.root
+        if not self._stack:
+            return self.root
+        _, line = self._stack[-1]
+        return line
 
-    def start(self, frame: FrameType | None, allow: Callable[[int], int]) -> str:
+    def start(self, frame: FrameType | None, more_events: Callable[[int], int]) -> str:
         """Follow the code of the calling thread. Return why that is impossible; empty if it is not.
 
         Args:
             frame: Innermost frame that may be the user's.
-            allow: Returns how many more events may follow, after a number of events; with 0, the
-                most frequent line is ignored.
+            more_events: Function of the number of events so far. Returns the number of events that
+                may follow before it is called again; 0 if they cost too much. Then the line with
+                the most events is ignored.
         """
         global _running
         if _running is not None:
@@ -86,7 +91,7 @@ class LineWatch:
         if not _is_available():
             by = "sys.settrace" if _MONITORING is None else "each free id of sys.monitoring"
             return f"another tool, such as a debugger, traces the code with {by}"
-        self._thread, self._allow = get_ident(), allow
+        self._thread, self._more_events = get_ident(), more_events
         self._n_events = self._limit = 0
         self._events.clear()
         self._stack.clear()
@@ -99,8 +104,8 @@ class LineWatch:
                 self.set_detail(code, LINES)
             self.enter(code)
             if self.details[id(code)] == LINES:
-                function = self._stack[-1][0]
-                self._stack[-1][1] = function.line_at(running.f_lineno or 0)
+                function, _ = self._stack[-1]
+                self._stack[-1] = function, function.line_at(running.f_lineno or 0)
         source = _new_source(self)
         try:
             # Ctrl-C may come at any line.
@@ -173,17 +178,18 @@ class LineWatch:
     def enter(self, code: CodeType) -> None:
         """A function starts or resumes."""
         # Merge the levels of a recursion, which could be deep.
-        node = next((entry[0] for entry in self._stack if entry[0].code is code), None)
-        if node is None:
+        function = next((running for running, _ in self._stack if running.code is code), None)
+        if function is None:
             caller = self.line
-            node = caller.calls.get(id(code))
-            if node is None:
-                node = caller.calls[id(code)] = Function(code, caller, self.details[id(code)])
-        self._stack.append([node, node.whole])
+            function = caller.calls.get(id(code))
+            if function is None:
+                function = Function(code, caller, self.details[id(code)])
+                caller.calls[id(code)] = function
+        self._stack.append((function, function.whole))
         if self._source is not None:
             self._count(code, 0)
             if self.details[id(code)] == CALLS:
-                self._mark(node.whole, True)
+                self._mark(function.whole, True)
 
     def reach(self, code: CodeType, number: int) -> None:
         """A function reaches a line."""
@@ -194,11 +200,11 @@ class LineWatch:
                 del stack[depth:]  # The end of these functions was not reported.
             else:  # Its start was not reported, as of a generator that had been suspended.
                 self.enter(code)
-        top = stack[-1]
-        line = top[0].line_at(number)
+        function, line_before = stack[-1]
+        line = function.line_at(number)
         self._count(code, number)
-        if line is not top[1]:
-            top[1] = line
+        if line is not line_before:
+            stack[-1] = function, line
             self._mark(line, True)
 
     def leave(self, code: CodeType) -> None:
@@ -215,15 +221,18 @@ class LineWatch:
 
     def forget_line(self, code: CodeType) -> None:
         """From now on, the time of a running function belongs to none of its lines."""
-        if self._stack and self._stack[-1][0].code is code:
-            self._stack[-1][1] = self._stack[-1][0].whole
-            self._mark(self.line, False)
+        if not self._stack:
+            return
+        function, _ = self._stack[-1]
+        if function.code is code:
+            self._stack[-1] = function, function.whole
+            self._mark(function.whole, False)
 
     def _count(self, code: CodeType, number: int) -> None:
         self._events[id(code), number] += 1
         self._n_events += 1
         if self._n_events > self._limit:
-            self._limit = self._n_events + self._allow(self._n_events)
+            self._limit = self._n_events + self._more_events(self._n_events)
             if self._n_events >= self._limit:
                 self._ignore_most_frequent(code)
 
@@ -343,9 +352,9 @@ class _Monitoring:
         detail = watch.detail_of(code, sys._getframe(1))
         if not detail:
             return _MONITORING.DISABLE
-        return watch.guard(self._start, code, detail)
+        return watch.guard(self._enter_function, code, detail)
 
-    def _start(self, code: CodeType, detail: int) -> None:
+    def _enter_function(self, code: CodeType, detail: int) -> None:
         if id(code) not in self._followed:
             self.follow(code, detail)
         self._watch.enter(code)
@@ -354,7 +363,7 @@ class _Monitoring:
         # This event cannot be disabled.
         detail = self._watch.detail_of(code, sys._getframe(1))
         if detail:
-            self._watch.guard(self._start, code, detail)
+            self._watch.guard(self._enter_function, code, detail)
 
     def _on_line(self, code: CodeType, number: int) -> Any:
         if self._watch.is_ignored(code, number):

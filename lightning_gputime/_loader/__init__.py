@@ -39,7 +39,7 @@ class WorkerTimes:
     newest_ms: float = 0.0  # To make a batch: mean over its newest batches (at most 32).
 
     @property
-    def busy_ms(self) -> float:
+    def batch_ms(self) -> float:
         """Time to make a batch: mean over all its batches (in milliseconds)."""
         return self.dataset_ms + self.collate_ms
 
@@ -85,12 +85,12 @@ def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
     slower = [
         (number, worker)
         for number, worker in workers
-        if worker.batches and worker.newest_ms >= 1.25 * worker.busy_ms
+        if worker.batches and worker.newest_ms >= 1.25 * worker.batch_ms
     ]
     if not slower:
         return ""
     number, slowest = max(slower, key=lambda numbered: numbered[1].newest_ms)
     is_all = len(slower) == len(workers)
     subject = "all workers now take up to" if is_all else f"worker {number} now takes"
-    newest, mean = duration(slowest.newest_ms), duration(slowest.busy_ms)
+    newest, mean = duration(slowest.newest_ms), duration(slowest.batch_ms)
     return f"{subject} {newest} per batch, compared with {mean} on average"

@@ -11,7 +11,7 @@ from lightning_gputime._loader import LoaderTimes
 from lightning_gputime._measurement.culprits import SAMPLER, STAGES, WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.sums import is_uneven
+from lightning_gputime._measurement.sums import PhaseStats, is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._output.table import Table
 from lightning_gputime._phases import DATA, FETCH
@@ -50,13 +50,13 @@ class LoaderCase:
             rest_ms=(m.step.mean_ms - exposed_ms_per_step) / batches_per_step,
             steps=steps,
             batches=steps * batches_per_step,
-            line=next((line for line in lines if line.ms >= 0.5 * times.mean("busy_ms")), None),
+            line=next((line for line in lines if line.ms >= 0.5 * times.mean("batch_ms")), None),
         )
 
     @property
-    def busy_ms(self) -> float:
+    def batch_ms(self) -> float:
         """Mean time that a worker takes for a batch (in milliseconds)."""
-        return self.times.mean("busy_ms")
+        return self.times.mean("batch_ms")
 
     def describe_restarts(self) -> str:
         """Return the cost of restarts of workers as part of a sentence; empty if it is low."""
@@ -75,7 +75,7 @@ class LoaderCase:
         n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
         return (
-            f"{workers} a batch every {duration(self.busy_ms / n)}, and the rest of the step takes"
+            f"{workers} a batch every {duration(self.batch_ms / n)}, and the rest of the step takes"
             f" {duration(self.rest_ms)}"
         )
 
@@ -92,37 +92,31 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
         took = duration(1e3 * slowest.seconds / slowest.calls)
         yield _keep_iterator(f"`{slowest.name}` takes {took} each time")
         return
-    reason = ""  # Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: ".
     stage = slowest if slowest is not None and slowest.share >= MIN_OF_ENTRY else None
-    is_sampler = stage is not None and stage.kind == SAMPLER
-    if case.line is not None and not setup.num_workers and case.line.calls and not is_sampler:
+    # Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: "; empty if unknown.
+    of_stage = ""
+    if stage is not None:
+        of_stage = f"{stage} takes {case.of_step(stage.share * case.entry.ms_per_step)}: "
+        if stage.kind == SAMPLER:
+            text = f"{of_stage}make it faster; it runs in the main process, even with workers"
+            yield Advice("sampler", text, {"sampler": stage.name})
+            return
+    reason = of_stage
+    if not setup.num_workers and case.line is not None and case.line.calls:
         reason = f"{case.line} takes {case.of_step(case.line.ms)}: "
-    elif stage is not None:
-        reason = f"{stage} takes {case.of_step(stage.share * case.entry.ms_per_step)}: "
-    if stage is not None and is_sampler:
-        text = f"{reason}make it faster; it runs in the main process, even with workers"
-        yield Advice("sampler", text, {"sampler": stage.name})
-        return
     loader = LoaderCase.of(m, setup)
-    workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read device tensors.
         if loader is not None and (restarts := loader.describe_restarts()):
             # The loop waits for the start of workers, not for the code in `reason`.
-            reason = f"set {prefix}num_workers=0 (now {workers}): {restarts}; "
+            now = f"now {setup.num_workers}"
+            reason = f"set {setup.loader_prefix}num_workers=0 ({now}): {restarts}; "
         text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
         yield Advice("index_batches", text)
         return
     if fetches.share < MIN_PART and case.entry.share < MIN_PART:
         return  # For a short fetch, workers would cost about as much as they save.
-    split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
-    per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
-    off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
-    waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
-    is_cpu_busy = off_cpu >= 0.05 or waited >= 0.2  # No core is free for workers.
-    if workers and loader is not None:
-        yield from _advise_on_workers(loader)
-    elif workers is None:
+    if setup.num_workers is None:
         text = "use faster transforms, or workers that load in advance"
         if setup.foreign_loader:
             text += (
@@ -130,27 +124,58 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
                 ' DataLoader: put `with phase("data/decode")` around a part to time it'
             )
         yield Advice("workers", text)
-    elif workers == 0 and is_cpu_busy:
+    elif setup.num_workers == 0:
+        yield _advise_without_workers(m, setup, fetches, reason)
+    elif loader is not None:
+        yield from _advise_on_workers(loader)
+    else:
+        yield from _advise_on_untimed_workers(m, setup, fetches)
+
+
+def _is_cpu_busy(m: Measurement) -> bool:
+    """Return True if no CPU core is free for workers."""
+    off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
+    waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
+    return off_cpu >= 0.05 or waited >= 0.2
+
+
+def _split(setup: TrainingSetup) -> str:
+    """Return what more workers need, as the end of a sentence."""
+    return "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
+
+
+def _advise_without_workers(
+    m: Measurement, setup: TrainingSetup, fetches: PhaseStats, reason: str
+) -> Advice:
+    if _is_cpu_busy(m):
         faster = f"{reason}make it faster" if reason else "use faster transforms"
         text = f"{faster}: workers would need CPU cores, and all are busy"
-        yield Advice("cheaper_transforms", text)
-    elif workers == 0:
-        fetch_ms = fetches.frequency * fetches.mean_ms
-        needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
-        n = min(needed, cores or 4)  # 4 if the CPU cores are unknown.
-        faster = ", or make it faster" if reason else ""
-        text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
-        yield Advice("num_workers", text, {"now": 0, "suggested": n})
-    elif is_cpu_busy or (cores is not None and workers + 1 >= cores):
+        return Advice("cheaper_transforms", text)
+    fetch_ms = fetches.frequency * fetches.mean_ms
+    needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
+    n = min(needed, setup.cores or 4)  # 4 if the CPU cores are unknown.
+    faster = ", or make it faster" if reason else ""
+    text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){faster}{_split(setup)}"
+    return Advice("num_workers", text, {"now": 0, "suggested": n})
+
+
+def _advise_on_untimed_workers(
+    m: Measurement, setup: TrainingSetup, fetches: PhaseStats
+) -> Iterator[Advice]:
+    """Yield advice on workers whose batches were not timed."""
+    workers, cores, prefix = setup.num_workers or 0, setup.cores, setup.loader_prefix
+    per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
+    now = f"now {prefix}num_workers={workers}{per_rank}"
+    is_cpu_busy = _is_cpu_busy(m)
+    if is_cpu_busy or (cores is not None and workers + 1 >= cores):
         # The training loop needs a core, too.
-        now = f"now {prefix}num_workers={workers}{per_rank}"
         why = "all CPU cores are busy" if is_cpu_busy else "more workers would lack a CPU core"
         yield Advice("cheaper_transforms", f"use faster transforms: {why} ({now})")
     else:
-        text = f"use more workers (now {prefix}num_workers={workers}{per_rank}){split}"
+        text = f"use more workers ({now}){_split(setup)}"
         yield Advice("num_workers", text, {"now": workers})
         yield Advice("cheaper_transforms", "use faster transforms")
-    if workers and loader is None and is_uneven(fetches):
+    if is_uneven(fetches):
         why = "a few batches cause most of the data wait"
         if setup.persistent_workers is False:
             text = f"set {prefix}persistent_workers=True (now False): {why}"
@@ -200,7 +225,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
 
     min_delay_ms = _MIN_SHARE * case.exposed_ms  # Minimum delay of workers per batch.
     are_few_slow = times.long_batches and times.long_share >= _MIN_SHARE
-    if are_few_slow and times.long_share * case.busy_ms >= min_delay_ms:
+    if are_few_slow and times.long_share * case.batch_ms >= min_delay_ms:
         index = times.slowest_index
         sample = "" if index is None else f", because of sample {index:,}"
         text = (
@@ -211,11 +236,11 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         yield Advice("slow_samples", text, {"sample": index})
         return
 
-    busy_ms = [worker.busy_ms for worker in times.workers]
-    slowest_ms = max(busy_ms)
-    slowest = busy_ms.index(slowest_ms)
+    ms_by_worker = [worker.batch_ms for worker in times.workers]
+    slowest_ms = max(ms_by_worker)
+    slowest = ms_by_worker.index(slowest_ms)
     # Exclude workers without a batch, which have no times yet.
-    others = [ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms]
+    others = [ms for ms in ms_by_worker[:slowest] + ms_by_worker[slowest + 1 :] if ms]
     other_ms = median_high(others) if others else math.inf
     share = times.workers[slowest].batches / times.batches
     if slowest_ms >= 1.5 * other_ms and share * (slowest_ms - other_ms) >= min_delay_ms:
@@ -247,7 +272,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         return
 
     wait_ms = times.mean("wait_ms")
-    idle_share = wait_ms / (wait_ms + case.busy_ms)
+    idle_share = wait_ms / (wait_ms + case.batch_ms)
     if idle_share >= 0.5:
         text = (
             f"{_SMALLER_BATCHES}: workers wait {percent(idle_share)} of the time, because the main"
@@ -265,7 +290,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         yield Advice("worker_lock", text, {"lock_share": locked})
         return
 
-    suggested = needed = _workers_for(case.busy_ms, case.rest_ms)
+    suggested = needed = _workers_for(case.batch_ms, case.rest_ms)
     if cores is not None and times.cpu_share is not None:
         # The training loop needs a core, too. Suggest at most 20 workers per core.
         suggested = min(needed, max(math.floor((cores - 1) / max(times.cpu_share, 0.05)), 1))
@@ -327,8 +352,8 @@ def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
         share = percent(times.mean(name) / all_ms if all_ms else 0.0)
         lines.append((title, duration(times.mean(name)), share, slowest))
     lines.append(("batch", duration(all_ms), "100 %", ""))
-    hidden_ms = max(case.busy_ms - case.exposed_ms, 0.0)
-    cost = f"A batch takes {duration(case.busy_ms)} in a worker; {case.describe_intervals()}"
+    hidden_ms = max(case.batch_ms - case.exposed_ms, 0.0)
+    cost = f"A batch takes {duration(case.batch_ms)} in a worker; {case.describe_intervals()}"
     overlap = (
         f" So the loop waits {duration(case.exposed_ms)} per batch, and {duration(hidden_ms)}"
         " overlap with training"

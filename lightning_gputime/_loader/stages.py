@@ -104,7 +104,7 @@ class StagedLoaders:
         add_loader: Callable[[Any], Any],
     ) -> None:
         self._includes, self._now_ns, self._add_loader = includes, now_ns, add_loader
-        # For each running call of `iter`, the objects whose attributes were replaced, and the
+        # For each running call of `iter`, the objects whose attributes were replaced, and their
         # original attributes.
         self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
@@ -119,31 +119,41 @@ class StagedLoaders:
     def on_call_start(self, loader: Any, *_: Any, **__: Any) -> bool:
         if not self._includes(loader):
             return False
-        attributes = vars(loader)
         if loader.num_workers:
-            report_missing(*FETCHERS)
-            worker_stages = [*_stages_of(loader)][1:]  # The sampler runs in the main process.
-            workers = self._add_loader(LoaderWorkers(loader.num_workers, *worker_stages))
-            user_init = attributes.get("worker_init_fn")
-            originals: list[tuple[Any, dict[str, Any]]] = [
-                (loader, {"worker_init_fn": _original(user_init)})
-            ]
-            self._replaced.append(originals)
-            attributes["worker_init_fn"] = workers.init(user_init)
-            if loader.pin_memory and (found := pin_loop()) is not None:
-                module, name = found
-                loop = getattr(module, name)
-                originals.append((module, {name: unwrap(loop)}))
-                setattr(module, name, workers.timed_pin_loop(loop))
+            self._replace_for_workers(loader)
             return True
+        return self._replace_in_main_process(loader)
+
+    # Both methods store the originals before they replace them, so that `on_call_end` restores them
+    # even after Ctrl-C. They write to `vars(loader)`, because after `__init__` a DataLoader raises
+    # for some attributes that are set.
+
+    def _replace_for_workers(self, loader: Any) -> None:
+        """Let workers time their batches, and the pin-memory thread its copies."""
+        report_missing(*FETCHERS)
+        worker_stages = [*_stages_of(loader)][1:]  # The sampler runs in the main process.
+        workers = self._add_loader(LoaderWorkers(loader.num_workers, *worker_stages))
+        user_init = vars(loader).get("worker_init_fn")
+        originals = [(loader, {"worker_init_fn": _original(user_init)})]
+        self._replaced.append(originals)
+        vars(loader)["worker_init_fn"] = workers.init(user_init)
+        if loader.pin_memory and (found := pin_loop()) is not None:
+            module, name = found
+            loop = getattr(module, name)
+            originals.append((module, {name: unwrap(loop)}))
+            setattr(module, name, workers.timed_pin_loop(loop))
+
+    def _replace_in_main_process(self, loader: Any) -> bool:
+        """Time the sampler and `collate_fn`. Return False if the loader has them elsewhere."""
+        attributes = vars(loader)
         sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler, collate = attributes.get(sampler_name), attributes.get("collate_fn")
         if sampler is None or not callable(collate):
-            return False  # A subclass of `DataLoader` stores these objects elsewhere.
+            return False  # In a subclass of `DataLoader`.
         sums = self._add_loader(LoaderStages(*_stages_of(loader)))
         stages = _Stages(sampler, collate, self._now_ns, sums)
-        restored = {sampler_name: _original(sampler), "collate_fn": _original(collate)}
-        self._replaced.append([(loader, restored)])
+        originals = {sampler_name: _original(sampler), "collate_fn": _original(collate)}
+        self._replaced.append([(loader, originals)])
         attributes.update({sampler_name: stages, "collate_fn": stages.collate})
         return True
 
@@ -639,7 +649,7 @@ class LoaderWorkers(TimedLoader):
             n = times.batches
             for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
                 ms = times.mean(name)
-                share = ms / (times.mean("busy_ms") or 1.0)
+                share = ms / (times.mean("batch_ms") or 1.0)
                 yield Culprit(FETCH, stage.name, n * ms / 1e3, n, share, stage.source, stage.kind)
 
 

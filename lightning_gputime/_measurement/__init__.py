@@ -10,5 +10,7 @@ Start with `results`: `Results` passes the steps that were read to the other cla
 - Timed steps: `sums` adds them up, `history` keeps the newest.
 - All steps: `untimed` estimates the phases of untimed steps, `wall_clock` the rest of the run.
 - Conspicuous steps: `slow` sums single slow steps, `changes` finds lasting changes.
-- Causes: `culprits` sums the time of code, `loader` that of a loader's workers.
+- Causes: `culprits` sums the time of code.
+- Distributed runs: `ranks` finds the straggler, the rank that the others wait for.
+- `memory` has the peak memory, `observers` calls the user's observers, `units` formats numbers.
 """

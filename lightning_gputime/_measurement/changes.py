@@ -154,17 +154,21 @@ class StepSeries:
         self._open = None
         self._windows.append(window)
         if len(self._windows) > 256:
-            # Merge neighbors, in a new list, because another thread may be reading the old list.
-            pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
-            last = self._windows[-1]
-            self._windows = [first.merge(second) for first, second in pairs]
-            self._min_steps = sum(window.steps for window in self._windows) // len(self._windows)
-            self._open = last  # It has no partner to merge with.
+            self._halve_resolution()
         self._steps += window.steps
         if len(self._windows) < _SHORT_RUN or self._steps < self._find_at:
             return False
         self._find_at = int(self._steps * 1.25)
         return True
+
+    def _halve_resolution(self) -> None:
+        """Merge each window with its neighbor. Later windows have twice as many steps, too."""
+        last = self._windows[-1]
+        # In a new list, because another thread may be reading the old list.
+        pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
+        self._windows = [first.merge(second) for first, second in pairs]
+        self._min_steps = sum(window.steps for window in self._windows) // len(self._windows)
+        self._open = last  # The number of windows was odd: the last has no neighbor.
 
     def find(self) -> Slowdown | None:
         """Return the lasting change of the step time, or None.

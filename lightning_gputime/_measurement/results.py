@@ -107,7 +107,7 @@ class Results:
         self._throughput, self._observers = ThroughputReference(), tuple[Any, ...]()
         self._memory: MemoryWatch | None = None
         self._explain: Callable[[Measurement], Measurement] | None = None
-        self._mismatches: list[NotMeasured] = []  # Found by the self-check.
+        self._not_measured: list[NotMeasured] = []  # Found by the self-check.
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -153,8 +153,8 @@ class Results:
         """Set the number of steps that have ended and, if they were timed, have been read."""
         self._ended_steps = steps
 
-    def add_mismatch(self, gap: NotMeasured) -> None:
-        self._mismatches.append(gap)
+    def add_not_measured(self, found: NotMeasured) -> None:
+        self._not_measured.append(found)
 
     # Steps
 
@@ -299,7 +299,7 @@ class Results:
         n, step = int(sums.step.n), rows.pop(STEP)
         if estimate.sums.step.n:
             step = replace(step, **durations_ms)
-        gaps = [*not_measured(self._libraries), *self._mismatches]
+        missing = [*not_measured(self._libraries), *self._not_measured]
         is_long = times["step_ms"] >= LONG_STEP * step.p50_ms
         of_steps = weights if len(weights) else np.ones(len(is_long))
         # Times per step that add up to those of the phases.
@@ -329,8 +329,8 @@ class Results:
             memory=self._memory.summary() if self._memory is not None else None,
             work=self._throughput.summary(every),
             sections=sections_of(self._observers),
-            not_measured=tuple(gap.text for gap in gaps),
-            blurred=tuple(dict.fromkeys(phase for gap in gaps for phase in gap.blurred)),
+            not_measured=tuple(found.text for found in missing),
+            blurred=tuple(dict.fromkeys(phase for found in missing for phase in found.blurred)),
             culprits=self.culprits.summary(),
             loaders=self.culprits.loader_times(),
         )

@@ -118,6 +118,7 @@ class _Gap(NamedTuple):
 
 _TOTAL = attrgetter("total")  # In C, because logs call it.
 
+
 Totals = Sequence[_Gap]
 """Untimed steps of each stratum since the start of a run."""
 
@@ -186,17 +187,17 @@ class UntimedSteps:
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
         self.since_ns = 0
         """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
-        self._durations_ns = array("q")  # Steps that are not yet settled; -1 if excluded.
+        self._unsettled_ns = array("q")  # Steps that are not yet settled; -1 if excluded.
         # Index of each step whose start is not the end of the step before it, and that start.
         self._restarts = deque[tuple[int, int]]()
         self._settled_ns = 0  # Cumulative time of all steps at the end of the last settled step.
         self.newest = deque[tuple[int, int, int]](maxlen=_MAX_NEWEST)
         """Index, start and end of the newest settled steps, as cumulative time of all steps."""
         self._n_settled = 0  # Number of settled steps, and index of the first other step.
-        self._lengths = _StepLengths()
+        self._step_lengths = _StepLengths()
         self._strata = [_Stratum() for _ in range(_STRATA)]
         # Histogram of all durations, on a logarithmic scale, and the longest.
-        self._durations, self._max_ns = Counter[int](), 0
+        self._histogram, self._max_ns = Counter[int](), 0
         self.is_gpu_bound = False
         """True while the host waits for the device. Then durations of single steps are unknown."""
         self.n = 0
@@ -204,7 +205,7 @@ class UntimedSteps:
         self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
         self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
         # Consecutive timed steps of a stratum, to which further steps may be added.
-        self._open: tuple[int, list[StepRecord]] = (0, [])
+        self._open_stratum, self._open_steps = 0, list[StepRecord]()
 
     # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
     # evaluations.
@@ -212,15 +213,15 @@ class UntimedSteps:
     def restart(self, now_ns: int) -> None:
         """Start the next step now. The time since the last step is not part of any step."""
         self.since_ns = now_ns
-        self._restarts.append((self._n_settled + len(self._durations_ns), now_ns))
+        self._restarts.append((self._n_settled + len(self._unsettled_ns), now_ns))
 
     def end_step(self, now_ns: int) -> None:
-        self._durations_ns.append(now_ns - self.since_ns)
+        self._unsettled_ns.append(now_ns - self.since_ns)
         self.since_ns = now_ns
 
     def leave_out(self, now_ns: int) -> None:
         """End a step that no statistic includes, such as an examined step."""
-        self._durations_ns.append(-1)
+        self._unsettled_ns.append(-1)
         self.restart(now_ns)
 
     # After steps were read
@@ -247,13 +248,13 @@ class UntimedSteps:
         if timed:
             until = max(until, timed[-1].step_index + 1)
         first = self._n_settled
-        n = min(max(until - first, 0), len(self._durations_ns))
+        n = min(max(until - first, 0), len(self._unsettled_ns))
         if not n:
             return
         self._n_settled += n
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
-        took_ns = self._durations_ns[:n].tolist()
-        del self._durations_ns[:n]
+        took_ns = self._unsettled_ns[:n].tolist()
+        del self._unsettled_ns[:n]
         for index, step_ns in enumerate(took_ns, start=first):
             while self._restarts and self._restarts[0][0] <= index:
                 self._settled_ns = self._restarts.popleft()[1]
@@ -272,9 +273,9 @@ class UntimedSteps:
             self.is_gpu_bound = waited_ms >= 0.1 * device_ms
 
         bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
-        self._durations.update(bins)
+        self._histogram.update(bins)
         self._max_ns = max(self._max_ns, *took_ns)
-        strata = self._lengths.add(took_ns, {*timed_at})
+        strata = self._step_lengths.add(took_ns, {*timed_at})
         if self.is_gpu_bound:
             strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
@@ -305,23 +306,22 @@ class UntimedSteps:
                             gap = _Gap(uncertain=len(known_ns))
                         self._strata[k].add_untimed(gap)
             if i in records:
-                if strata[i] != self._open[0] or len(self._open[1]) >= 5:
+                if strata[i] != self._open_stratum or len(self._open_steps) >= 5:
                     self._end_block()
-                    self._open = strata[i], []
-                self._open[1].append(records[i])
+                    self._open_stratum = strata[i]
+                self._open_steps.append(records[i])
             start = i + 1
         self._end_block()
 
     def _end_block(self) -> None:
-        stratum, steps = self._open
-        if steps:
-            self._open = stratum, []
-            block = _Block.of(steps)
+        if self._open_steps:
+            block = _Block.of(self._open_steps)
+            self._open_steps = []
             if self.n:
-                self._strata[stratum].add_block(block)
-            elif not stratum:
-                # Before the first untimed step, blocks represent only themselves.
-                self._strata[0].replace_last(block)
+                self._strata[self._open_stratum].settle_gap_with(block)
+            elif not self._open_stratum:
+                # Before the first untimed step, a block has no gap to represent.
+                self._strata[0].observe(block)
 
     # Readings
 
@@ -380,8 +380,8 @@ class UntimedSteps:
         """
         if any(stratum.total.uncertain for stratum in self._strata):
             return {}
-        centers_ms = [math.exp((bin_ + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for bin_ in self._durations]
-        counts = np.array([*self._durations.values()])
+        centers_ms = [math.exp((bin_ + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for bin_ in self._histogram]
+        counts = np.array([*self._histogram.values()])
         p5_ms, p50_ms, p95_ms = percentiles(np.array(centers_ms), counts)
         return {"p5_ms": p5_ms, "p50_ms": p50_ms, "p95_ms": p95_ms, "max_ms": self._max_ns / 1e6}
 
@@ -440,18 +440,18 @@ class _Stratum:
     def add_untimed(self, gap: _Gap) -> None:
         self._pending, self.total = self._pending.plus(gap), self.total.plus(gap)
 
-    def add_block(self, block: _Block) -> None:
-        """Let a block represent the untimed steps since the last block."""
+    def settle_gap_with(self, block: _Block) -> None:
+        """Let a block represent the untimed steps since the last block, and those that follow."""
         if math.isnan(block.ms):
             return
-        self.replace_last(block)
+        self.observe(block)
         self.blocks += 1
         self._represented.merge(self._pending.divided_like(block))
         self._share_factor, self._time_factor = self._factors(block)
         self._pending = _Gap()
 
-    def replace_last(self, block: _Block) -> None:
-        """Set the block that represents later untimed steps until `add_block` adds a block."""
+    def observe(self, block: _Block) -> None:
+        """Compare a block with the one before. It represents the untimed steps that follow."""
         if math.isnan(block.ms):
             return
         if self.last is not None:

@@ -15,7 +15,7 @@ from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import (
     BACKWARD,
     DATA,
-    EVALUATED,
+    EVALUATION_IN_STEP,
     EXCLUDED,
     FORWARD,
     INTERRUPTIONS,
@@ -39,7 +39,7 @@ Emit = Callable[[list[StepRecord], int], object]
 """Receives the steps that were read, and the host time when reading started (in nanoseconds)."""
 
 _MIN_BLOCKED_NS = 20_000  # If a wait is shorter, the device had already finished the step.
-_IN_NO_STEP = {EXCLUDED, EVALUATED, *INTERRUPTIONS}
+_IN_NO_STEP = {EXCLUDED, EVALUATION_IN_STEP, *INTERRUPTIONS}
 
 
 def is_fetch(labels: Sequence[str]) -> bool:
@@ -92,13 +92,13 @@ class StepMarks:
 
     def relabel(self, label: str) -> None:
         """Replace the label of the last mark that is not part of a wait."""
-        self._rename(self._uninterrupted(len(self.marks) - 1), label)
+        self._relabel(self._uninterrupted(len(self.marks) - 1), label)
 
-    def rename_before(self, old: str, label: str) -> None:
+    def relabel_before(self, old: str, label: str) -> None:
         """Replace the label of the mark before the last mark, skipping waits, if it is `old`."""
-        place = self._uninterrupted(len(self.marks) - 2)
-        if place >= 0 and self.marks[place][0] == old:
-            self._rename(place, label)
+        index = self._uninterrupted(len(self.marks) - 2)
+        if index >= 0 and self.marks[index][0] == old:
+            self._relabel(index, label)
 
     def exclude(self, first: int, stop: int | None = None, *, label: str = EXCLUDED) -> None:
         """Attribute the marks from `first` to `stop` to a pause or an evaluation.
@@ -106,7 +106,7 @@ class StepMarks:
         Marks that already belong to a pause or an evaluation keep their label.
         """
         self.marks[first:stop] = [
-            mark if mark[0] in (EXCLUDED, EVALUATED) else (label, *mark[1:])
+            mark if mark[0] in (EXCLUDED, EVALUATION_IN_STEP) else (label, *mark[1:])
             for mark in self.marks[first:stop]
         ]
         self._n_cached = -1
@@ -127,21 +127,21 @@ class StepMarks:
         self.marks[last] = (LEFT, *self.marks[last][1:])
         return True
 
-    def name_replay(self) -> None:
+    def relabel_replay(self) -> None:
         """Relabel a step without inner marks: a replay of a CUDA graph, which calls no hooks."""
         if len(self.marks) == 2 and self.marks[0][0] == DATA:
-            self._rename(0, OTHER)
+            self._relabel(0, OTHER)
 
-    def _rename(self, place: int, label: str) -> None:
-        self.marks[place] = (label, *self.marks[place][1:])
-        if place < self._n_cached:
+    def _relabel(self, index: int, label: str) -> None:
+        self.marks[index] = (label, *self.marks[index][1:])
+        if index < self._n_cached:
             self._n_cached = -1
 
-    def _uninterrupted(self, place: int) -> int:
-        # If a mark is part of a wait, return the place of the interrupted mark instead.
-        while place > 0 and self.marks[place][0] in INTERRUPTIONS:
-            place -= 1
-        return place
+    def _uninterrupted(self, index: int) -> int:
+        # If a mark is part of a wait, return the index of the interrupted mark instead.
+        while index > 0 and self.marks[index][0] in INTERRUPTIONS:
+            index -= 1
+        return index
 
 
 @dataclass(slots=True, eq=False)

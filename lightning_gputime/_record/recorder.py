@@ -17,7 +17,7 @@ from lightning_gputime._phases import (
     COMM,
     CONTINUES,
     DATA,
-    EVALUATED,
+    EVALUATION_IN_STEP,
     EXCLUDED,
     FOLLOWED_BY,
     LIKELY,
@@ -385,9 +385,9 @@ class Recorder:
         end_ns = marks[stop][2] if stop < len(marks) else self._host_ns()
         ns = end_ns - marks[first][2]
         begin = 0 if is_fetch(self.open.labels[:first]) else first
-        self.open.exclude(begin, stop, label=EVALUATED)
+        self.open.exclude(begin, stop, label=EVALUATION_IN_STEP)
         if stop == len(marks):
-            self.label = EVALUATED
+            self.label = EVALUATION_IN_STEP
             self.state = PAUSED
             self._show(None)
         return ns
@@ -414,7 +414,8 @@ class Recorder:
     ) -> None:
         """End the open step, and start the next one with `label`.
 
-        Inside a training loop, this is the only method in which the host may wait for the device.
+        In a training loop, the host may wait for the device at the end of a step only: here, and in
+        `PendingSteps.end_untimed`.
 
         Args:
             number: Number of the step that ends.
@@ -448,7 +449,7 @@ class Recorder:
         self.open = StepMarks(step.marks[-1:])
         if self.captures.has_captured:
             skipped_update = False  # Graph replays do not call optimizer hooks.
-            step.name_replay()
+            step.relabel_replay()
         self.pending.add(
             step, number, index, items, skipped_update, read=read, may_wait=may_wait, now=waits_now
         )

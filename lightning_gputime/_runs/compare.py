@@ -403,7 +403,7 @@ def compare_sides(
             unsampled = f"{100 * share:.0f} % of the time was not sampled ({name})"
             notes.append(f"{unsampled}: pass every_n_steps=1")
     # Wall time of each entry of each run (in seconds); empty if it is unknown.
-    entries = [[clock.entries_s if clock else {} for clock in side] for side in clocks]
+    seconds_by_side = [[clock.entries_s if clock else {} for clock in side] for side in clocks]
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),
         step=step,
@@ -411,10 +411,10 @@ def compare_sides(
         runs=(len(before), len(after)),
         steps=(sum(map(_count_steps, before)), sum(map(_count_steps, after))),
         notes=tuple(notes),
-        outside=_outside(entries),
+        outside=_outside(seconds_by_side),
         in_turns=in_turns,
         is_sampled=is_sampled,
-        wall_clock=_compare_wall_clocks(entries, step_confidence, in_turns),
+        wall_clock=_compare_wall_clocks(seconds_by_side, step_confidence, in_turns),
         lines=_line_changes(sides, min_ms=_MIN_LINE * step.before_ms),
         proportional=proportional,
     )
@@ -567,27 +567,31 @@ def _times(run: Run, phases: Sequence[str]) -> Floats:
 
 
 def _compare_wall_clocks(
-    entries: Sequence[Sequence[Mapping[str, float]]], confidence: float, in_turns: bool
+    seconds_by_side: Sequence[Sequence[Mapping[str, float]]], confidence: float, in_turns: bool
 ) -> dict[str, Difference]:
-    names = [name for name in entries[0][0] if all(name in run for side in entries for run in side)]
+    """Return the difference of each entry of the wall clock that all runs have.
+
+    A run has one total of each entry. So only the spread between runs shows the noise.
+    """
+    seconds = [run for side in seconds_by_side for run in side]
+    names = [name for name in seconds[0] if all(name in run for run in seconds)]
     if not names:
         return {}
     no_variance = np.zeros(len(names))
     totals = [
         [Estimate(np.array([1e3 * run[name] for name in names]), no_variance) for run in side]
-        for side in entries
+        for side in seconds_by_side
     ]
     rows = differences(*totals, confidence=confidence, in_turns=in_turns)
-    if max(map(len, entries)) == 1:
-        # A single total per side does not show its noise, so the error is unknown.
+    if max(map(len, seconds_by_side)) == 1:  # The error is unknown.
         rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]
     return Named(zip(names, rows, strict=True))
 
 
-def _outside(entries: Sequence[Sequence[Mapping[str, float]]]) -> str:
+def _outside(seconds_by_side: Sequence[Sequence[Mapping[str, float]]]) -> str:
     """Return a sentence on the time outside of the steps; empty if it hardly differs."""
     outside_s, wall_s = [], []  # Means over the runs of each side.
-    for side in entries:
+    for side in seconds_by_side:
         if not all(side):
             return ""
         wall_s.append(fmean(sum(run.values()) for run in side))

@@ -168,30 +168,36 @@ def mean_of_all_steps(
 
 
 def variance(influence: Floats) -> Floats:
-    """Return the variance of the mean of each column, by the moving-block bootstrap.
+    """Return the variance of an estimate due to the noise of the steps, for each column.
 
-    Blocks of consecutive steps preserve correlations. The variance of the bootstrap has a closed
-    form: the variance of all blocks, divided by their number. The blocks are long, because a slow
-    period may last for hundreds of steps. So there are only 12 blocks, and few degrees of freedom
-    for `quantile_of_t`.
+    Steps that follow each other have similar times, so take the variance from the means of blocks
+    of consecutive steps (moving-block bootstrap). The blocks are long, because a slow period may
+    last for hundreds of steps. So there are only 12 blocks, and few degrees of freedom for
+    `quantile_of_t`. The result is at least the variance that one more step with the largest
+    influence would cause.
 
-    The `influence` of a step on the estimate is multiplied by the number of steps, and has a mean
-    of zero. For a mean, it is the time minus the mean time.
+    Args:
+        influence: By how much each step shifts the estimate, times the number of steps. Its mean is
+            zero. If the estimate is a mean, it is the time of the step minus the mean.
     """
+    n_steps = len(influence)
     sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
 
-    def variance_by(length: int) -> Floats:
-        """Return the variance from all overlapping blocks of this length."""
+    def variance_from_blocks(length: int) -> Floats:
+        """Return the variance from all overlapping blocks of this length, in closed form."""
         means = (sums[length:] - sums[:-length]) / length
-        return np.asarray(means.var(axis=0) / (len(influence) / length - 1))
+        # As for independent values: the variance of a mean of n blocks, from their spread.
+        n_blocks = n_steps / length
+        return np.asarray(means.var(axis=0) / (n_blocks - 1))
 
-    length = len(influence) // _BLOCKS
-    full, half = variance_by(length), variance_by(length // 2)
+    length = n_steps // _BLOCKS
+    full, half = variance_from_blocks(length), variance_from_blocks(length // 2)
+    # Longer blocks preserve more correlation. Extrapolate: add the growth from half to full length.
+    extrapolated = full + np.maximum(full - half, 0)
     # If slow steps recur with a fixed period, all blocks have the same number of slow steps, but
     # another run may have one more.
-    one_more = (np.abs(influence).max(axis=0) / len(influence)) ** 2
-    # Longer blocks preserve more correlation. Extrapolate: add the growth from half to full length.
-    return np.asarray(np.maximum(full + np.maximum(full - half, 0), one_more))
+    one_more = (np.abs(influence).max(axis=0) / n_steps) ** 2
+    return np.asarray(np.maximum(extrapolated, one_more))
 
 
 def differences(
@@ -202,13 +208,16 @@ def differences(
     in_turns: bool = False,
     resolution_ms: Sequence[float] = (),
 ) -> list[Difference]:
-    """Return the difference of each column between two sides.
+    """Return the difference of each column between two sides. Column 0 is the step.
 
-    The interval covers the noise within the runs and, if a side has several runs, the spread
-    between them; if the sides alternated (`in_turns`), between their pairs. Time that was not
-    sampled widens the intervals of the phases. Each column may have its own `confidence`.
+    Args:
+        before: Runs of the side before.
+        after: Runs of the side after.
+        confidence: Confidence of the intervals; may differ between the columns.
+        in_turns: True if the sides alternated. Then each run is compared with its pair.
+        resolution_ms: Resolution of the clock, for each column.
     """
-    n, m = len(before), len(after)
+    n_before, n_after = len(before), len(after)
     values = [np.array([run.values for run in runs]) for runs in (before, after)]
     noise = [
         np.mean([run.variances for run in runs], axis=0) / len(runs) for runs in (before, after)
@@ -222,20 +231,27 @@ def differences(
     not_sampled_ms[0] = 0.0  # The duration of every step is measured.
 
     def error_of(factor: Floats | float) -> Floats:
-        """Return the half-width of the interval of after - factor * before."""
-        within = quantile_of_t((_BLOCKS - 1) * min(n, m), confidence) * np.sqrt(
-            noise[1] + factor**2 * noise[0]
-        )
-        if n + m == 2:  # Two runs do not show the spread between runs.
+        """Return the half-width of the interval of after - factor * before.
+
+        The factor is 1 for a change in milliseconds, and the ratio for a relative change.
+        """
+        # Noise within the runs.
+        freedom = (_BLOCKS - 1) * min(n_before, n_after)
+        within = quantile_of_t(freedom, confidence) * np.sqrt(noise[1] + factor**2 * noise[0])
+        if n_before + n_after == 2:  # Two runs do not show the spread between runs.
             return np.asarray(within + not_sampled_ms)
         if in_turns:
-            freedom = n - 1
-            variances = (values[1] - factor * values[0]).var(axis=0, ddof=1) / n
+            # Spread between pairs of runs: what changes slowly is the same in both runs of a pair.
+            freedom = n_before - 1
+            variances = (values[1] - factor * values[0]).var(axis=0, ddof=1) / n_before
         else:
-            freedom = n + m - 2
-            pooled = (n * values[0].var(axis=0) + m * values[1].var(axis=0)) / freedom
-            variances = pooled * (factor**2 / n + 1 / m)
+            # Spread between the runs of a side, pooled as in Student's test.
+            freedom = n_before + n_after - 2
+            squares = n_before * values[0].var(axis=0) + n_after * values[1].var(axis=0)
+            variances = squares / freedom * (factor**2 / n_before + 1 / n_after)
         between = quantile_of_t(freedom, confidence) * np.sqrt(variances)
+        # The spread includes the noise within the runs, but a few runs may be alike by chance. Time
+        # that was not sampled may belong to any phase.
         return np.asarray(np.maximum(within, between) + not_sampled_ms)
 
     # To first order, the error of after / before is that of after - ratio * before, divided by

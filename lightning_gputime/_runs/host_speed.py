@@ -28,22 +28,28 @@ class ProportionalStep:
     """
 
     phase: str  # The phase by which times are scaled.
-    step: Difference  # Difference of the scaled step.
+    step: Difference  # The scaled step. `RunComparison.step` is the step as measured.
     likely_error: float  # Half-width of the 60 % interval of the change of the step, not scaled.
 
-    def outcome(self, bound: float, step: Difference) -> Outcome:
-        """Return whether `step` is slower by more than a fraction of the time before.
+    def outcome(self, bound: float, measured_step: Difference) -> Outcome:
+        """Return whether the step is slower by more than a fraction of the time before.
 
-        A regression is certain if the scaled step exceeds the bound, unless the step does not. The
-        step passes if the scaled step does and if it is likely (80 %) that all phases together have
-        not become slower by more than the bound.
+        The scaled step decides if the step as it was measured supports it:
+
+        - It is a regression if the scaled step exceeds the bound, and the measured mean does, too.
+        - It passes if the scaled step passes, and the measured step is below the bound with a
+          probability of 80 %: a factor that is common to all phases may be a regression, too.
+
+        Else the measured step alone decides.
         """
         outcome = self.step.outcome(bound)
-        if outcome == "regression" and step.relative_change > bound:
+        change = measured_step.relative_change
+        if outcome == "regression" and change > bound:
             return outcome
-        if outcome == "passed" and step.relative_change + self.likely_error <= bound:
+        # A one-sided bound of 80 % is the end of a two-sided interval of 60 %.
+        if outcome == "passed" and change + self.likely_error <= bound:
             return outcome
-        return step.outcome(bound)
+        return measured_step.outcome(bound)
 
     def __str__(self) -> str:
         change, error = self.step.relative_change, self.step.relative_error

@@ -307,7 +307,7 @@ def load(path: str | os.PathLike[str]) -> Run:
             if content["version"] < 7 and content["summary"].get("ranks"):
                 content["summary"]["ranks"] = _rename_ranks(content["summary"]["ranks"])
             content["_summary"] = {"measurement": content["summary"], "setup": content["setup"]}
-            run: Run = _read(Run, content, "run", unknown)
+            run: Run = _as_field(Run, content, "run", unknown)
         except Exception as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             message = f"{name} is not a saved run: write one with timer.save(path) ({reason})"
@@ -351,11 +351,12 @@ def _unpack(packed: Any) -> npt.NDArray[Any]:
     return structured({"step": steps, "step_ms": step_ms, **columns})
 
 
-def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
+def _as_field(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
     """Return a JSON value as the type of a field, or raise ValueError.
 
-    A missing field gets its default. A null float is read as NaN. Error messages name the field by
-    its path `where`. The paths of ignored fields are added to `unknown`.
+    A missing field gets its default. A null float is read as NaN. The history is already unpacked
+    by `_unpack`. Error messages name the field by its path `where`. The paths of ignored fields are
+    added to `unknown`.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is float and type(value) is int:
@@ -365,23 +366,25 @@ def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
     if kind is float and value is None:
         return math.nan
     if origin is UnionType:  # `X | None`.
-        return None if value is None else _read(inner[0], value, where, unknown)
+        return None if value is None else _as_field(inner[0], value, where, unknown)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         unknown += [f"{where}.{name:.60}" for name in value.keys() - hints.keys() - _NOT_FIELDS]
         found = {
-            name: _read(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
+            name: _as_field(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
             for name, hint in hints.items()
             if name in value
         }
         return kind(**found)
     if origin is Mapping and isinstance(value, dict):
         items_by_key = {
-            key: _read(inner[1], item, f"{where}[{key!r:.60}]", unknown)
+            key: _as_field(inner[1], item, f"{where}[{key!r:.60}]", unknown)
             for key, item in value.items()
         }
         return Named(items_by_key)
     if origin in (tuple, Sequence) and isinstance(value, list):
-        items = [_read(inner[0], item, f"{where}[{i}]", unknown) for i, item in enumerate(value)]
+        items = [
+            _as_field(inner[0], item, f"{where}[{i}]", unknown) for i, item in enumerate(value)
+        ]
         return tuple(items) if origin is tuple else items
     raise ValueError(f"{where} must be {getattr(kind, '__name__', kind)}, not {value!r:.60}")

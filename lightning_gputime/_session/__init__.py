@@ -3,13 +3,12 @@
 The start and end of steps, the choice of timed steps, and the schedule of logs belong here. Hooks
 belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
 
-- `session` builds the parts, attaches and removes them. `null` is the session of a detached timer.
-  `attached` lists the sessions of this process.
-- `steps` starts and ends steps. `open_step` knows what the open step has done so far. `state` lists
-  the states of a session, and `hooks_off` removes the hooks from untimed steps.
-- `timing_plan` chooses the state of each step: `schedule` places timing windows, `timing_cost`
-  decides how many, and `agreement` makes all ranks follow rank zero.
-- `reading` passes steps to statistics, observers, `logs`, `rank_comparer` and `self_check`, once
-  the times of their events have been read.
+- `session` attaches and removes the parts of a timer, starts and ends steps, and passes the steps
+  that were read to statistics, observers and loggers.
+- `schedule` chooses the timed steps: it places timing windows, and measures the cost of timing,
+  which decides how many there are. `_ledger.schedule` chooses the examined steps.
+- `ranks` makes all ranks time the same steps, and exchanges their times. `_measurement.ranks` finds
+  the straggler in these times.
+- `self_check` warns if the steps lack what each step of a loop must contain.
 - `evaluation` times the evaluation loops of a trainer, without a session.
 """

@@ -151,7 +151,7 @@ class TimingCost:
     def __init__(self, host_ns: Callable[[], int], log_every_n_steps: int | None) -> None:
         self._host_ns, self._log_every_n_steps = host_ns, log_every_n_steps
         self.due = FIRST_STEPS
-        """Index of the step before which `decide` and `follow` must be called."""
+        """Index of the step before which `decide` and `schedule_next` must be called."""
         self.share: float | None = None
         """Cost of timing every step, as a fraction of an untimed step; None if unknown."""
         self._step_ns = 0.0  # Duration of an untimed step; 0 if the cost is not measured.
@@ -266,16 +266,17 @@ class TimingCost:
         """
         return self._added_ns_per_step(n) / self._step_ns if self._step_ns else None
 
-    def schedule_decision(self, n: int, index: int) -> Windows:
-        """Schedule the next decision: set `due`. Return the windows that time 1 of n steps.
+    def schedule_next(self, n: int, index: int) -> None:
+        """Schedule the next decision: set `due`, now that 1 of n steps will be timed.
 
         All ranks must pass the same `n` and index of the next step, so that they decide at the same
         steps.
         """
-        # Decide often at first: with several ranks, each decision takes effect at the next.
+        # While every second step is timed to measure the cost, timing costs more than allowed. So
+        # decide again when the run is 1/16 longer. Later, the cost hardly changes: wait until the
+        # run is half longer. With several ranks, each decision takes effect at the next.
         steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2
         self.due = index + min(max(steps, 100), 4096)
-        return self.windows(n)
 
     def _added_ns_per_step(self, n: int) -> float:
         """Return the mean cost per step, timed or not, of timing 1 of n steps."""

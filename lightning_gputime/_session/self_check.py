@@ -23,11 +23,11 @@ from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
     BACKWARD,
     DATA,
-    EVALUATION,
     FETCH,
     FORWARD,
     GRAD,
     LOSS,
+    MAYBE_EVALUATION,
     OPTIMIZER,
     OTHER,
     PHASES,
@@ -195,9 +195,11 @@ class SelfCheck:
             labels = step.labels
             # If `other` precedes eval-mode calls, as in a loop over `steps()`, they work on the
             # fetched batch, so they are not an evaluation.
-            if EVALUATION in labels and is_fetch(labels[: labels.index(EVALUATION)]):
+            if MAYBE_EVALUATION in labels and is_fetch(labels[: labels.index(MAYBE_EVALUATION)]):
                 marks = zip(labels, step.device_ms, strict=True)
-                self._maybe_evaluated_ms += sum(ms for label, ms in marks if label == EVALUATION)
+                self._maybe_evaluated_ms += sum(
+                    ms for label, ms in marks if label == MAYBE_EVALUATION
+                )
         for step in steps:
             self._idle_ms += _ms_of_idle_batches(step)
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
@@ -234,14 +236,14 @@ class SelfCheck:
             n_with = sum(not expected.labels.isdisjoint(step.labels) for step in steps)
             # Accept half of the steps: a step may have fetched its batch in the step before.
             if 2 * n_with < n:
-                self._add_unmeasured(
+                self._add_not_measured(
                     f"{expected.feature}, because {expected.otherwise} in the first {n} steps",
                     expected.blurred,
                 )
                 messages.warning(_ACTION_MISSING, expected.feature, expected.otherwise, n)
         # The first step may start anywhere in the loop body.
         if all(_ends_inside_batch(step.labels) for step in steps[1:]):
-            self._add_unmeasured(
+            self._add_not_measured(
                 "single batches, because backward precedes forward", (FORWARD, BACKWARD)
             )
             self._warn_once(_BACKWARD_FIRST, n)
@@ -255,13 +257,13 @@ class SelfCheck:
             is_missed = _trained_batches(step.labels) >= added * self._loop.accumulate_grad_batches
             counted += added if is_missed else min(added, 1)
         if counted != n:
-            self._add_unmeasured(
+            self._add_not_measured(
                 f"single steps, because the trainer counts {counted}, and the timer {n}"
             )
             self._warn_once(_COUNTS_DIFFER, counted, n)
 
     def _check_calls(self, *, trains: bool = True) -> None:
-        """Run the checks for which a few steps are enough: fewer if the loop does not train."""
+        """Run the checks for which a few steps are enough. Without training, skip those of it."""
         forward = self._boundaries.forward
         self._report_if(is_distributed() and self._boundaries.waits is None, _ATTACHED_TOO_EARLY)
         message = _OTHER_THREAD if self._recorder.threads.was_elsewhere else _NO_FORWARD
@@ -269,8 +271,8 @@ class SelfCheck:
         bypassed = forward.find_bypassed()
         self._report_if(bypassed is not None, _CALL_REPLACED, type(bypassed).__name__)
         n = self._n_untrained
-        is_late = self._is_own_loop and self._has_trained and n > 0
-        self._report_if(trains and is_late, _FIRST_STEPS_WITHOUT_BACKWARD, n)
+        trained_late = self._is_own_loop and self._has_trained and n > 0
+        self._report_if(trains and trained_late, _FIRST_STEPS_WITHOUT_BACKWARD, n)
 
     def _check_sums(self) -> None:
         """Check the sums over the first steps after the warm-up."""
@@ -290,8 +292,8 @@ class SelfCheck:
         self._report_if(is_too_short, _FORWARD_MISSES_WORK, phase, ms[phase])
         evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
         self._report_if(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
-        has_idled = is_own_loop and idle_ms > 0.1 * step_ms
-        self._report_if(has_idled, _BATCHES_WITHOUT_FORWARD, idle_ms / n)
+        has_idle_batches = is_own_loop and idle_ms > 0.1 * step_ms
+        self._report_if(has_idle_batches, _BATCHES_WITHOUT_FORWARD, idle_ms / n)
         self._report_if(is_own_loop and boundaries.forward.is_evaluated, _EVAL_WITH_GRADIENTS)
         with_forward = ran[FORWARD].n if FORWARD in ran else n
         # At most half of the steps, without the first step, which may be incomplete.
@@ -309,11 +311,11 @@ class SelfCheck:
         if is_mismatch:
             self._warn_once(message, *values)
             if message in _NOT_MEASURED:
-                self._add_unmeasured(*_NOT_MEASURED[message])
+                self._add_not_measured(*_NOT_MEASURED[message])
 
-    def _add_unmeasured(self, text: str, blurred: tuple[str, ...] = ()) -> None:
+    def _add_not_measured(self, text: str, blurred: tuple[str, ...] = ()) -> None:
         """Add a line to the results, and the phases that are not separated from each other."""
-        self._results.add_mismatch(NotMeasured(f"not measured: {text}", blurred))
+        self._results.add_not_measured(NotMeasured(f"not measured: {text}", blurred))
 
 
 def _ms_of_idle_batches(step: StepRecord) -> float:

@@ -37,8 +37,8 @@ from lightning_gputime._phases import (
     BETWEEN,
     BETWEEN_BATCHES,
     DATA,
-    EVALUATED,
-    EVALUATES,
+    EVALUATION_IN_STEP,
+    MAY_EVALUATE,
     OTHER,
     StepRecord,
 )
@@ -339,7 +339,7 @@ class Session:
         """From now on, end steps with updates: the trainer's count of batches was wrong."""
         self.needs_updates = True
 
-    def has_idled(self, *, is_first: bool) -> bool:
+    def has_only_fetched(self, *, is_first: bool) -> bool:
         """Return True if the open step has certainly only fetched batches.
 
         Return False while the hooks are detached, or if they may have missed training, for example
@@ -354,16 +354,16 @@ class Session:
             return False
         if recorder.threads.was_elsewhere or not self.optimizer.has_any:
             return False
-        is_idle = (is_first or self.forward.has_trained) and not self._boundaries.has_worked
-        return is_idle and recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
+        did_no_work = (is_first or self.forward.has_trained) and not self._boundaries.has_worked
+        return did_no_work and recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
 
     @property
     def has_evaluated(self) -> bool:
         """True if the open step has only evaluated a model that was trained before."""
-        if self.recorder.label not in EVALUATES or not self.forward.has_trained:
+        if self.recorder.label not in MAY_EVALUATE or not self.forward.has_trained:
             return False
-        is_idle = not self._boundaries.has_worked
-        return is_idle and self.recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, *EVALUATES}
+        may_be_evaluation = {*BETWEEN_BATCHES, OTHER, *MAY_EVALUATE}
+        return not self._boundaries.has_worked and self.recorder.open.phases <= may_be_evaluation
 
     # Steps
 
@@ -387,7 +387,13 @@ class Session:
             self.recorder.stop()
 
     def end_step(self, number: int, label: str = DATA) -> bool:
-        """End the open step, and start the next with `label`. Return True if hooks are attached."""
+        """End the open step, and start the next with `label`. Return True if hooks are attached.
+
+        If all steps are timed, the recorder starts the next step, and `_take` writes the logs when
+        it gets the steps that were read. Else this method adds the duration of the step to the
+        statistics of all steps, writes the log that is due, and starts the planned step. Then it
+        may exchange times with other ranks.
+        """
         self._first_label = label
         if self.mode is OFF:
             return self.end_step_without_hooks(number)
@@ -413,35 +419,33 @@ class Session:
         if number >= self._log_due_at:
             self._step_may_log(number, self.index)
         log_is_due = self._means.is_due
+        is_timed = self.times_all or mode in (TIMED, EXAMINED)
+        skipped_update = self._boundaries.step_ended(timed=is_timed)
         if self.times_all:
-            skipped_update = self._boundaries.step_ended()
             self._ended_ns = now_ns - wall_clock.outside_ns
-            # Read all finished steps if a log is due. That also writes the log.
+        else:
+            self._add_duration()
+            self._starts_drained = is_examined
+        if is_timed:
+            # Read all finished steps if a log is due.
             recorder.end_step(
-                number, skipped_update, log_is_due, label, items=items, waits_now=is_examined
+                number,
+                skipped_update,
+                log_is_due,
+                label,
+                index=-1 if self.times_all else self.index,  # `Recorder.end_step` explains -1.
+                items=items,
+                waits_now=is_examined,
             )
+        else:
+            recorder.pending.end_untimed(log_is_due)
+        if self.times_all:
             if is_examined:
                 self._enter(TIMED)
                 self._step_examined(cost)
             elif self._ended >= self._examinations.next_index and self.mode is TIMED:
                 self._examine()
         else:
-            is_timed = mode in (TIMED, EXAMINED)
-            skipped_update = self._boundaries.step_ended(timed=is_timed)
-            self._add_duration()
-            self._starts_drained = is_examined
-            if is_timed:
-                recorder.end_step(
-                    number,
-                    skipped_update,
-                    log_is_due,
-                    label,
-                    index=self.index,
-                    items=items,
-                    waits_now=is_examined,
-                )
-            else:
-                recorder.pending.end_untimed(log_is_due)
             self.index += 1
             if self._is_auto:
                 self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
@@ -480,29 +484,19 @@ class Session:
         after that update. In inference, the step ends at the last model call. The host does not
         wait for the device, because the loop may have raised.
         """
-        recorder = self.recorder
-        if get_ident() != recorder.threads.home:
+        if get_ident() != self.recorder.threads.home:
             return False
         self._examiner.stop()
         items = self._work.take_items()
-        if self.mode is OFF:
-            has_ended = self.optimizer.has_updated or not self.needs_updates
-        else:
-            if self.forward.evaluation.is_pending:  # Calls in eval mode that may be an evaluation.
-                self.forward.exclude_evaluations()
-            has_ended = self.optimizer.has_updated
+        # Calls in eval mode may be an evaluation.
+        if self.mode is not OFF and self.forward.evaluation.is_pending:
+            self.forward.decide_evaluations()
         if self.mode in (TIMED, EXAMINED):
-            last = AFTER_UPDATE
-            if not self.optimizer.has_any:
-                last = AFTER_FORWARD
-                if BACKWARD in recorder.open.phases:
-                    # No hook has marked the update, because the timer has no optimizer. It counts
-                    # as `other`.
-                    recorder.mark_instead(AFTER_BACKWARD, OTHER)
-                    recorder.mark(AFTER_UPDATE)
-                    last = AFTER_UPDATE
-            index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
-            has_ended = recorder.end_at(last, number, index, items)
+            has_ended = self._end_at_last_update(number, items)
+        elif self.mode is OFF and not self.needs_updates:
+            has_ended = True  # Without hooks, the update was not counted.
+        else:
+            has_ended = self.optimizer.has_updated
         if not has_ended:
             return False
         self._newest = number
@@ -519,6 +513,20 @@ class Session:
             elif self.index >= self._hooks_return_at:
                 self._reattach_hooks()
         return True
+
+    def _end_at_last_update(self, number: int, items: float) -> bool:
+        """End the open, timed step at its last update. Return False if it continues after that."""
+        recorder, last = self.recorder, AFTER_UPDATE
+        if not self.optimizer.has_any:
+            if BACKWARD in recorder.open.phases:
+                # No hook has marked the update, because the timer has no optimizer. It counts as
+                # `other`.
+                recorder.mark_instead(AFTER_BACKWARD, OTHER)
+                recorder.mark(AFTER_UPDATE)
+            else:  # Inference.
+                last = AFTER_FORWARD
+        index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
+        return recorder.end_at(last, number, index, items)
 
     # Loops in which not every step is timed
 
@@ -555,7 +563,7 @@ class Session:
         if self.mode is UNTIMED:
             recorder.stop()
             if self._may_suspend and index >= _MIN_INDEX_OFF:
-                is_far = self._next_marked() - self._margin > index
+                is_far = self._next_timed_or_examined() - self._margin > index
                 has_evaluated = self.forward.evaluation.has_found
                 if is_far and not has_evaluated and len(_attached) <= 1 and not has_compiled():
                     self._remove_hooks()
@@ -572,7 +580,8 @@ class Session:
             n, *long_steps = self._agreement.agree([n, *(self._untimed.next_long() or ())])
             if long_steps:
                 recurrence = (long_steps[0], long_steps[1])
-        windows = replace(self._cost.schedule_decision(n, self.index), recurrence=recurrence)
+        self._cost.schedule_next(n, self.index)
+        windows = replace(self._cost.windows(n), recurrence=recurrence)
         if windows != self.schedule.windows:
             self.schedule.follow(windows, self.index)
         self._results.update_facts(
@@ -607,8 +616,9 @@ class Session:
 
     # Steps without hooks
 
-    def _next_marked(self) -> int:
+    def _next_timed_or_examined(self) -> int:
         """Return the index of the next step that is timed or examined."""
+        # An examination may be overdue: then it is due in this step.
         examined = max(self._examinations.next_index, self.index)
         return int(min(self.schedule.next_timed(self.index), examined))
 
@@ -617,7 +627,7 @@ class Session:
         self._enter(OFF)
         suspend = partial(self._boundaries.suspend, keep_updates=self.needs_updates)
         self._cost.time_switch(suspend, self.index)
-        self._hooks_return_at = self._next_marked() - self._margin
+        self._hooks_return_at = self._next_timed_or_examined() - self._margin
         self._checked_at = self.index
         # The first check is due when the timed steps before can be read.
         first_check = self.index + min(self._options._lag, _CHECK_STEPS)
@@ -663,7 +673,7 @@ class Session:
             self._examine()
 
     def keep_hooks(self) -> None:
-        """Keep the hooks in untimed steps from now on, because `has_idled` needs them."""
+        """Keep the hooks in untimed steps from now on, because `has_only_fetched` needs them."""
         self._may_suspend = False
         self.wake()
 
@@ -677,7 +687,7 @@ class Session:
     def _take(self, records: list[StepRecord], since_ns: int) -> None:
         """Take steps whose reading started at the host time `since_ns` (in nanoseconds)."""
         for record in records:
-            if EVALUATED in record.labels:
+            if EVALUATION_IN_STEP in record.labels:
                 # The wall clock has counted the evaluation as part of the step.
                 is_first = not self._has_read and record is records[0]
                 source = FIRST_STEP if is_first else STEPS
@@ -968,7 +978,7 @@ class NoSession:
         return False
 
     attach_until_end = batch_begins = fetch_begins = add_batches = batch_ends = _ignore
-    continue_in_loop = rely_on_updates = has_idled = begin_step = first_step_ended = _ignore
+    continue_in_loop = rely_on_updates = has_only_fetched = begin_step = first_step_ended = _ignore
     leave_loop = keep_hooks = publish = log_means = set_loader = start_epoch = _ignore
     compare_ranks = call_own = flush = drain = finish = abort = remove = lose = _ignore
 
