@@ -226,7 +226,10 @@ class _PlainLoop(BatchState):
             return
         if timer._is_evaluating:
             timer._safely(timer._end_evaluation)  # Its loop was left early, or continues later.
-        session.end_step(self._step)
+        if session.mode is OFF:
+            session.end_step_without_hooks(self._step)
+        else:
+            session.end_step(self._step)
         wall_clock = self._wall_clock
         if not wall_clock.has_stepped:
             wall_clock.end_first_step()

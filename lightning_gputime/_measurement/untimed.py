@@ -185,11 +185,12 @@ class UntimedSteps:
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
         self._warmup_steps = warmup_steps
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
-        self.since_ns = 0
-        """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
-        self._unsettled_ns = array("q")  # Steps that are not yet settled; -1 if excluded.
+        self.ends_ns = array("q")
+        """Cumulative time of all steps at the end of each step that is not yet settled. Append to
+        it (in C, because this runs in every step) to end a step."""
         # Index of each step whose start is not the end of the step before it, and that start.
         self._restarts = deque[tuple[int, int]]()
+        self._left_out = set[int]()  # Indices of steps that no statistic includes.
         self._settled_ns = 0  # Cumulative time of all steps at the end of the last settled step.
         self.newest = deque[tuple[int, int, int]](maxlen=_MAX_NEWEST)
         """Index, start and end of the newest settled steps, as cumulative time of all steps."""
@@ -207,22 +208,22 @@ class UntimedSteps:
         # Consecutive timed steps of a stratum, to which further steps may be added.
         self._open_stratum, self._open_steps = 0, list[StepRecord]()
 
-    # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
-    # evaluations.
+    # `now_ns` is the time of all steps so far, without pauses and evaluations.
+
+    @property
+    def since_ns(self) -> int:
+        """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
+        end_ns = self.ends_ns[-1] if self.ends_ns else self._settled_ns
+        return max(end_ns, self._restarts[-1][1]) if self._restarts else end_ns
 
     def restart(self, now_ns: int) -> None:
         """Start the next step now. The time since the last step is not part of any step."""
-        self.since_ns = now_ns
-        self._restarts.append((self._n_settled + len(self._unsettled_ns), now_ns))
-
-    def end_step(self, now_ns: int) -> None:
-        self._unsettled_ns.append(now_ns - self.since_ns)
-        self.since_ns = now_ns
+        self._restarts.append((self._n_settled + len(self.ends_ns), now_ns))
 
     def leave_out(self, now_ns: int) -> None:
         """End a step that no statistic includes, such as an examined step."""
-        self._unsettled_ns.append(-1)
-        self.restart(now_ns)
+        self._left_out.add(self._n_settled + len(self.ends_ns))
+        self.ends_ns.append(now_ns)
 
     # After steps were read
 
@@ -248,19 +249,23 @@ class UntimedSteps:
         if timed:
             until = max(until, timed[-1].step_index + 1)
         first = self._n_settled
-        n = min(max(until - first, 0), len(self._unsettled_ns))
+        n = min(max(until - first, 0), len(self.ends_ns))
         if not n:
             return
         self._n_settled += n
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
-        took_ns = self._unsettled_ns[:n].tolist()
-        del self._unsettled_ns[:n]
-        for index, step_ns in enumerate(took_ns, start=first):
+        took_ns = list[int]()  # -1 for excluded steps.
+        for index, end_ns in enumerate(self.ends_ns[:n], start=first):
             while self._restarts and self._restarts[0][0] <= index:
                 self._settled_ns = self._restarts.popleft()[1]
-            if step_ns >= 0:
-                start_ns, self._settled_ns = self._settled_ns, self._settled_ns + step_ns
-                self.newest.append((index, start_ns, self._settled_ns))
+            if index in self._left_out:
+                self._left_out.remove(index)
+                took_ns.append(-1)
+            else:
+                took_ns.append(end_ns - self._settled_ns)
+                self.newest.append((index, self._settled_ns, end_ns))
+            self._settled_ns = end_ns
+        del self.ends_ns[:n]
         warmup_steps = min(max(self._warmup_steps - first, 0), n)
         took_ns[:warmup_steps] = [-1] * warmup_steps
         # Positions in `took_ns`, which counts steps from `first` on.

@@ -546,7 +546,7 @@ class Session:
         if is_unusual or self._starts_drained:
             self._untimed.leave_out(now_ns)
         else:
-            self._untimed.end_step(now_ns)
+            self._untimed.ends_ns.append(now_ns)
 
     def _start_planned_step(self) -> None:
         """Start a step, which may be timed or examined."""
@@ -638,7 +638,7 @@ class Session:
         self.index += 1
         self._newest = number
         self._ended += 1
-        self._untimed.end_step(self._host_ns() - self._wall_clock.outside_ns)
+        self._untimed.ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
         if self.needs_updates:
             self.optimizer.reset()
         if self.index < self._check_at and number < self._log_due_at:
