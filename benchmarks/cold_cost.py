@@ -332,6 +332,12 @@ class Turns(Stopwatch):
         if is_timer:
             self._pause.enter_context(self._callback.paused())  # type: ignore[attr-defined]
 
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        # A timer whose training does not end would stay attached.
+        self._pause.close()
+        if self._callback not in trainer.callbacks:
+            trainer.callbacks.append(self._callback)
+
     def _has_no_hooks(self) -> bool:
         session: Any = self._callback._session  # type: ignore[attr-defined]
         return session.mode is OFF
