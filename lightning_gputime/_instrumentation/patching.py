@@ -65,8 +65,6 @@ class FunctionPatch:
         listeners: Objects with the methods of `Calls`, in the order of their calls.
         replacement: Object that replaces the function; None if it is the patch itself, because a
             reference to itself would keep the patch, and so its owner, alive.
-        _owner: Class, module or object that has the function.
-        _name: Name of the attribute that is replaced.
         _read_name: Name by which the function is read. The attribute that stores a property, such
             as `_loss_function`, is missing until the property is set. Until then, it is the
             property.

@@ -493,7 +493,9 @@ class _Owners:
         own = self._own[function.key]
         total_ms = sum(own.values())
         longest = max(own, key=own.__getitem__)
-        if self._splits_lines(function):
+        # In a busy function, some lines have the time of other lines.
+        is_split = self.is_loop(function) or self._is_model(function)
+        if is_split and function.key not in self._busy:
             if own[number] >= _MIN_ROW * self._all_ms:
                 return function, number
             # The rest of the lines has no row, unless the longest stands for all of them.
@@ -528,11 +530,6 @@ class _Owners:
             return True
         ms_from_caller = self._of_callers[caller.key, function.key]
         return ms_from_caller >= _MIN_DEEPER * self._ms[caller.key]
-
-    def _splits_lines(self, function: Function) -> bool:
-        if function.key in self._busy:
-            return False  # Some of its lines have the time of other lines.
-        return self.is_loop(function) or self._is_model(function)
 
     def is_loop(self, function: Function) -> bool:
         """Return True if a function contains the loop, or parts of more than one phase."""

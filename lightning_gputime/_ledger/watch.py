@@ -81,9 +81,8 @@ class LineWatch:
 
         Args:
             frame: Innermost frame that may be the user's.
-            more_events: Function of the number of events so far. Returns the number of events that
-                may follow before it is called again; 0 if they cost too much. Then the line with
-                the most events is ignored.
+            more_events: Returns how many events may follow, after a number of events. Then it is
+                called again. If it returns 0, the line with the most events is ignored.
         """
         global _running
         if _running is not None:
@@ -106,7 +105,7 @@ class LineWatch:
             if self.details[id(code)] == LINES:
                 function, _ = self._stack[-1]
                 self._stack[-1] = function, function.line_at(running.f_lineno or 0)
-        source = _new_source(self)
+        source: _Source = _Tracing() if _MONITORING is None else _Monitoring(self)
         try:
             # Ctrl-C may come at any line.
             self._source, _running = source, self
@@ -438,7 +437,3 @@ def _trace_lines(frame: FrameType, event: str, _: object) -> Any:
     if watch.detail_of(code, frame) != LINES:
         frame.f_trace_lines = False
     return _trace_lines
-
-
-def _new_source(watch: LineWatch) -> _Source:
-    return _Tracing() if _MONITORING is None else _Monitoring(watch)

@@ -186,9 +186,8 @@ def variance(influence: Floats) -> Floats:
     def variance_from_blocks(length: int) -> Floats:
         """Return the variance from all overlapping blocks of this length, in closed form."""
         means = (sums[length:] - sums[:-length]) / length
-        # As for independent values: the variance of a mean of n blocks, from their spread.
-        n_blocks = n_steps / length
-        return np.asarray(means.var(axis=0) / (n_blocks - 1))
+        # The variance of a mean of independent blocks is their variance over their number minus 1.
+        return np.asarray(means.var(axis=0) / (n_steps / length - 1))
 
     length = n_steps // _BLOCKS
     full, half = variance_from_blocks(length), variance_from_blocks(length // 2)
@@ -211,8 +210,8 @@ def differences(
     """Return the difference of each column between two sides. Column 0 is the step.
 
     Args:
-        before: Runs of the side before.
-        after: Runs of the side after.
+        before: Runs before.
+        after: Runs after.
         confidence: Confidence of the intervals; may differ between the columns.
         in_turns: True if the sides alternated. Then each run is compared with its pair.
         resolution_ms: Resolution of the clock, for each column.
