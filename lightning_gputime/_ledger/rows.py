@@ -226,7 +226,7 @@ def line_rows(
             key = _RowKey("", function.key, number, _is_recomputed(cell))
             is_rest = owners.is_loop(function) and not function.is_library and not number
         if key not in drafts:
-            drafts[key] = _Draft(key, function, entry, is_rest=is_rest)
+            drafts[key] = _Draft(key, function, entry, is_rest)
         drafts[key].add(cell, ms)
         keys[cell] = key
     _add_each_step(drafts, keys, mean_ms, steps, scaled)
@@ -441,7 +441,7 @@ class _Owners:
     From the training loop inwards, the first function that does not need a row is left out: its
     time belongs to the line that calls it. A function needs a row if
 
-    - it is the loop, or a part of it: a function in which one phase ends and another begins,
+    - it is the loop, however short: a function in which one phase ends and another begins,
     - or it takes enough time, and the loop calls it,
     - or it takes enough time, and it is part of the model,
     - or it takes enough time, and most of the time of its caller.
@@ -521,8 +521,8 @@ class _Owners:
         return owner, number
 
     def _needs_row(self, function: Function, caller: Function) -> bool:
-        """Return True if a function needs a row; the rules are in the docstring of the class."""
-        if self.is_loop(function):  # However short it is.
+        # The rules are in the docstring of the class.
+        if self.is_loop(function):
             return True
         if self._ms[function.key] < _MIN_ROW * self._all_ms:
             return False
@@ -543,9 +543,7 @@ class _Owners:
 class _Draft:
     """A row that is being added up. See `LineRow` for `entry` and `is_rest`."""
 
-    def __init__(
-        self, key: _RowKey, function: Function | None, entry: str, *, is_rest: bool
-    ) -> None:
+    def __init__(self, key: _RowKey, function: Function | None, entry: str, is_rest: bool) -> None:
         self._key, self._function, self._entry, self._is_rest = key, function, entry, is_rest
         self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)

@@ -303,6 +303,7 @@ class _Monitoring:
     def __init__(self, watch: LineWatch) -> None:
         self._watch = watch
         self._tool = -1
+        self._events: Iterable[int] = ()  # Events with a handler.
         self._followed: dict[int, CodeType] = {}  # By id: equal codes have separate events.
 
     def start(self, frames: list[FrameType]) -> None:
@@ -319,6 +320,7 @@ class _Monitoring:
             events.PY_YIELD: self._on_return,
             events.PY_UNWIND: self._on_return,
         }
+        self._events = handlers.keys()
         for event, handler in handlers.items():
             tools.register_callback(self._tool, event, handler)
         started = events.PY_START | events.PY_RESUME | events.PY_THROW
@@ -338,11 +340,7 @@ class _Monitoring:
         tools.set_events(tool, 0)
         for code in self._followed.values():
             tools.set_local_events(tool, code, 0)
-        events = tools.events
-        for event in (
-            *(events.PY_START, events.PY_RESUME, events.PY_THROW, events.LINE),
-            *(events.PY_RETURN, events.PY_YIELD, events.PY_UNWIND),
-        ):
+        for event in self._events:
             tools.register_callback(tool, event, None)
         tools.free_tool_id(tool)
 

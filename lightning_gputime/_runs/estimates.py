@@ -173,8 +173,7 @@ def variance(influence: Floats) -> Floats:
     Steps that follow each other have similar times, so take the variance from the means of blocks
     of consecutive steps (moving-block bootstrap). The blocks are long, because a slow period may
     last for hundreds of steps. So there are only 12 blocks, and few degrees of freedom for
-    `quantile_of_t`. The result is at least the variance that one more step with the largest
-    influence would cause.
+    `quantile_of_t`. The result is at least that of one more step with the largest influence.
 
     Args:
         influence: By how much each step shifts the estimate, times the number of steps. Its mean is
