@@ -26,7 +26,7 @@ _MAX_ROWS = 60
 _MIN_MS = 0.0005  # Shorter times are left out.
 # A line has grown if each of the last examined steps has this multiple of its time in the first.
 _MIN_GROWTH = 1.25
-_FIRST, _LAST = 3, 2  # Number of the first and of the last examined steps to compare.
+_N_FIRST, _N_LAST = 3, 2  # Number of the first and of the last examined steps to compare.
 _MIN_RANK_CORRELATION = 0.7  # Of the time and the number of the step, over all examined steps.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -312,14 +312,14 @@ def _growth(each_ms: Sequence[float], steps_ms: Sequence[float]) -> tuple[float,
     Returns:
         The two times (in milliseconds); zeros if the time has not grown by more than the rest.
     """
-    if len(each_ms) < _FIRST + _LAST or not min(each_ms) > 0:
+    if len(each_ms) < _N_FIRST + _N_LAST or not min(each_ms) > 0:
         return 0.0, 0.0
-    first_ms, last_ms = fmean(each_ms[:_FIRST]), fmean(each_ms[-_LAST:])
+    first_ms, last_ms = fmean(each_ms[:_N_FIRST]), fmean(each_ms[-_N_LAST:])
     others_ms = [all_ms - ms for all_ms, ms in zip(steps_ms, each_ms, strict=True)]
-    others_first_ms = fmean(others_ms[:_FIRST])
-    slower = max(fmean(others_ms[-_LAST:]) / others_first_ms, 1.0) if others_first_ms > 0 else 1.0
-    is_longer = min(each_ms[-_LAST:]) >= _MIN_GROWTH * slower * max(each_ms[:_FIRST])
-    is_large = last_ms - first_ms >= _MIN_ROW * fmean(steps_ms[-_LAST:])
+    others_first_ms = fmean(others_ms[:_N_FIRST])
+    slower = max(fmean(others_ms[-_N_LAST:]) / others_first_ms, 1.0) if others_first_ms > 0 else 1.0
+    is_longer = min(each_ms[-_N_LAST:]) >= _MIN_GROWTH * slower * max(each_ms[:_N_FIRST])
+    is_large = last_ms - first_ms >= _MIN_ROW * fmean(steps_ms[-_N_LAST:])
     ranks = np.argsort(np.argsort(each_ms))
     is_steady = np.corrcoef(ranks, np.arange(len(ranks)))[0, 1] >= _MIN_RANK_CORRELATION
     return (first_ms, last_ms) if is_longer and is_large and is_steady else (0.0, 0.0)
@@ -372,9 +372,9 @@ def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float)
     Steps that are expected to be long are examined more often than they occur.
     """
     each_ms = [step.step_ms for step in steps]
-    if len(steps) >= _FIRST + _LAST:
-        first_ms = fmean(each_ms[:_FIRST])
-        if median_ms and min(each_ms[-_LAST:]) >= LONG_STEP * first_ms:
+    if len(steps) >= _N_FIRST + _N_LAST:
+        first_ms = fmean(each_ms[:_N_FIRST])
+        if median_ms and min(each_ms[-_N_LAST:]) >= LONG_STEP * first_ms:
             # The steps have grown, so each examined step counts for those around it. Early steps
             # are examined more often.
             at = [step.index for step in steps]

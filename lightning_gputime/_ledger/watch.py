@@ -77,7 +77,7 @@ class LineWatch:
         return line
 
     def start(self, frame: FrameType | None, more_events: Callable[[int], int]) -> str:
-        """Follow the code of the calling thread. Return why that is impossible; empty if it is not.
+        """Follow the code of the calling thread. If that is impossible, return the reason, else "".
 
         Args:
             frame: Innermost frame that may be the user's.
