@@ -259,7 +259,7 @@ class TimedLoop:
         self.ends_after = max(self.ends_after, 2 * n + _MIN_OTHER_UPDATES)
 
     def end(self) -> bool:
-        """Stop timing. Show the result and return True, if more than warm-up steps were timed."""
+        """Stop timing. If more than warm-up steps were timed, show the result and return True."""
         timer = self._timer
         self._hook.remove()
         timer._finish()

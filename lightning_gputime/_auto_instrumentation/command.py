@@ -93,20 +93,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_to_folder(args: argparse.Namespace, folder: Path) -> int:
-    """Run the script as `run` does, but in a subprocess whose output goes to stderr.
-
-    Its trainings are saved in `folder`, with the file names that `run` gives them. Return the exit
-    code.
-    """
+    """Run the script in a subprocess whose output goes to stderr, and save its trainings here."""
     program, arguments = _prepare(args, folder)
     return _wait(subprocess.Popen(arguments, executable=program, stdout=2))
 
 
 def _prepare(args: argparse.Namespace, folder: Path | None = None) -> tuple[str, list[str]]:
-    """Write the options of `run` to the environment. Return the program to start, and its argv.
-
-    With a `folder`, save there instead of at `save_path`.
-    """
+    """Write the options of `run` to the environment. Return the program to start, and its argv."""
     given = vars(args)
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
@@ -121,7 +114,7 @@ def _prepare(args: argparse.Namespace, folder: Path | None = None) -> tuple[str,
             Options(**options)
         if "save_path" in wanted:
             wanted["save_path"] = check_save_path(wanted["save_path"])
-        if folder is not None:
+        if folder is not None:  # Save there, with the same file names.
             name = Path(wanted.get("save_path", "run.json.gz")).name
             wanted["save_path"] = str(folder / name)
     except TypeError as error:
@@ -194,21 +187,17 @@ def bench(args: argparse.Namespace) -> "RunComparison":
 def _save_run(command: str, path: Path) -> None:
     """Run a command and save its training. Exit this process if the command fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Examined steps would not be compared.
-    if code := _run_and_save(["--lines", "false", *shlex.split(command)], path):
+    run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
+    # Examined steps would not be compared. Send the command's output to stderr, because stdout is
+    # for results.
+    run += ["--lines", "false", *shlex.split(command)]
+    if code := _wait(subprocess.Popen(run, stdout=2)):
         _report(f"`{command}` failed with exit code {code}, so the bench stopped")
         # Exit codes 1 and 3 are outcomes of a comparison, so do not pass them on. Codes above 128
         # are signals.
         raise SystemExit(code if code > 128 else 2)
     if not path.is_file():
         raise ValueError(f"`{command}` saved no run: it must train for at least two steps")
-
-
-def _run_and_save(command: Sequence[str], path: Path) -> int:
-    """Run a command with `run`, and return its exit code."""
-    run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
-    # Send the command's output to stderr, because stdout is for results.
-    return _wait(subprocess.Popen([*run, *command], stdout=2))
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -206,8 +206,7 @@ def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
     @wraps(original)
     def first_iter(loader: Any) -> Any:
         if DataLoader.__iter__ is not first_iter:
-            # A timer, or other code, has wrapped this function, so it cannot be removed. Only pass
-            # the call on, without `call`.
+            # A timer, or other code, has wrapped this function: pass the call on, without `call`.
             return original(loader)
         cancel()
         with suppress_errors():

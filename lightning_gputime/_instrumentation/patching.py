@@ -65,11 +65,8 @@ class FunctionPatch:
         listeners: Objects with the methods of `Calls`, in the order of their calls.
         replacement: Object that replaces the function; None if it is the patch itself, because a
             reference to itself would keep the patch, and so its owner, alive.
-        _owner: Class, module or object that has the function.
-        _name: Name of the attribute that is replaced.
-        _read_name: Name by which the function is read. The attribute that stores a property, such
-            as `_loss_function`, is missing until the property is set. Until then, it is the
-            property.
+        _read_name: Name by which the function is read: that of a property, until it is set and so
+            stored in an attribute such as `_loss_function`.
         _original: Raw value to restore: on a C++ class, `getattr` returns an object that does not
             bind. `_MISSING` if the owner itself has no such attribute. Then `restore` deletes the
             patch, so that the method of its class is found again.
@@ -78,15 +75,8 @@ class FunctionPatch:
 
     # Attributes are slots, because wrappers of other code copy `__dict__`.
     __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "_call",
-        "_name",
-        "_original",
-        "_owner",
-        "_read_name",
-        "listeners",
-        "replacement",
+        *("__dict__", "__weakref__", "_call", "_name", "_original", "_owner", "_read_name"),
+        *("listeners", "replacement"),
     )
 
     def __init__(self, owner: Any, name: str, wrap: Wrap | None = None) -> None:

@@ -70,7 +70,7 @@ class OutsideLines:
         self._start_ns = self._now_ns()
         self._watch = watch  # Ctrl-C may come at any line.
         try:
-            reason = watch.start(sys._getframe(1), self._allowed_events)
+            reason = watch.start(sys._getframe(1), self._more_events)
         except Exception as error:
             reason = repr(error)
         if reason:
@@ -101,7 +101,7 @@ class OutsideLines:
         if now_ns - self._start_ns > _MAX_NS:
             self._end()
 
-    def _allowed_events(self, events: int) -> int:
+    def _more_events(self, events: int) -> int:
         """Return how many more events may follow after this many; 0 to ignore frequent lines."""
         assert self._now_ns is not None
         elapsed_ns = self._now_ns() - self._start_ns

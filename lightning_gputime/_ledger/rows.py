@@ -26,7 +26,7 @@ _MAX_ROWS = 60
 _MIN_MS = 0.0005  # Shorter times are left out.
 # A line has grown if each of the last examined steps has this multiple of its time in the first.
 _MIN_GROWTH = 1.25
-_FIRST, _LAST = 3, 2  # Number of the first and of the last examined steps to compare.
+_N_FIRST, _N_LAST = 3, 2  # Number of the first and of the last examined steps to compare.
 _MIN_RANK_CORRELATION = 0.7  # Of the time and the number of the step, over all examined steps.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -226,7 +226,7 @@ def line_rows(
             key = _RowKey("", function.key, number, _is_recomputed(cell))
             is_rest = owners.is_loop(function) and not function.is_library and not number
         if key not in drafts:
-            drafts[key] = _Draft(key, function, entry, is_rest=is_rest)
+            drafts[key] = _Draft(key, function, entry, is_rest)
         drafts[key].add(cell, ms)
         keys[cell] = key
     _add_each_step(drafts, keys, mean_ms, steps, scaled)
@@ -312,14 +312,14 @@ def _growth(each_ms: Sequence[float], steps_ms: Sequence[float]) -> tuple[float,
     Returns:
         The two times (in milliseconds); zeros if the time has not grown by more than the rest.
     """
-    if len(each_ms) < _FIRST + _LAST or not min(each_ms) > 0:
+    if len(each_ms) < _N_FIRST + _N_LAST or not min(each_ms) > 0:
         return 0.0, 0.0
-    first_ms, last_ms = fmean(each_ms[:_FIRST]), fmean(each_ms[-_LAST:])
+    first_ms, last_ms = fmean(each_ms[:_N_FIRST]), fmean(each_ms[-_N_LAST:])
     others_ms = [all_ms - ms for all_ms, ms in zip(steps_ms, each_ms, strict=True)]
-    others_first_ms = fmean(others_ms[:_FIRST])
-    slower = max(fmean(others_ms[-_LAST:]) / others_first_ms, 1.0) if others_first_ms > 0 else 1.0
-    is_longer = min(each_ms[-_LAST:]) >= _MIN_GROWTH * slower * max(each_ms[:_FIRST])
-    is_large = last_ms - first_ms >= _MIN_ROW * fmean(steps_ms[-_LAST:])
+    others_first_ms = fmean(others_ms[:_N_FIRST])
+    slower = max(fmean(others_ms[-_N_LAST:]) / others_first_ms, 1.0) if others_first_ms > 0 else 1.0
+    is_longer = min(each_ms[-_N_LAST:]) >= _MIN_GROWTH * slower * max(each_ms[:_N_FIRST])
+    is_large = last_ms - first_ms >= _MIN_ROW * fmean(steps_ms[-_N_LAST:])
     ranks = np.argsort(np.argsort(each_ms))
     is_steady = np.corrcoef(ranks, np.arange(len(ranks)))[0, 1] >= _MIN_RANK_CORRELATION
     return (first_ms, last_ms) if is_longer and is_large and is_steady else (0.0, 0.0)
@@ -372,9 +372,9 @@ def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float)
     Steps that are expected to be long are examined more often than they occur.
     """
     each_ms = [step.step_ms for step in steps]
-    if len(steps) >= _FIRST + _LAST:
-        first_ms = fmean(each_ms[:_FIRST])
-        if median_ms and min(each_ms[-_LAST:]) >= LONG_STEP * first_ms:
+    if len(steps) >= _N_FIRST + _N_LAST:
+        first_ms = fmean(each_ms[:_N_FIRST])
+        if median_ms and min(each_ms[-_N_LAST:]) >= LONG_STEP * first_ms:
             # The steps have grown, so each examined step counts for those around it. Early steps
             # are examined more often.
             at = [step.index for step in steps]
@@ -441,7 +441,7 @@ class _Owners:
     From the training loop inwards, the first function that does not need a row is left out: its
     time belongs to the line that calls it. A function needs a row if
 
-    - it is the loop, or a part of it: a function in which one phase ends and another begins,
+    - it is the loop, however short: a function in which one phase ends and another begins,
     - or it takes enough time, and the loop calls it,
     - or it takes enough time, and it is part of the model,
     - or it takes enough time, and most of the time of its caller.
@@ -493,7 +493,9 @@ class _Owners:
         own = self._own[function.key]
         total_ms = sum(own.values())
         longest = max(own, key=own.__getitem__)
-        if self._splits_lines(function):
+        # In a busy function, some lines have the time of other lines.
+        is_split = self.is_loop(function) or self._is_model(function)
+        if is_split and function.key not in self._busy:
             if own[number] >= _MIN_ROW * self._all_ms:
                 return function, number
             # The rest of the lines has no row, unless the longest stands for all of them.
@@ -519,8 +521,8 @@ class _Owners:
         return owner, number
 
     def _needs_row(self, function: Function, caller: Function) -> bool:
-        """Return True if a function needs a row; the rules are in the docstring of the class."""
-        if self.is_loop(function):  # However short it is.
+        # The rules are in the docstring of the class.
+        if self.is_loop(function):
             return True
         if self._ms[function.key] < _MIN_ROW * self._all_ms:
             return False
@@ -528,11 +530,6 @@ class _Owners:
             return True
         ms_from_caller = self._of_callers[caller.key, function.key]
         return ms_from_caller >= _MIN_DEEPER * self._ms[caller.key]
-
-    def _splits_lines(self, function: Function) -> bool:
-        if function.key in self._busy:
-            return False  # Some of its lines have the time of other lines.
-        return self.is_loop(function) or self._is_model(function)
 
     def is_loop(self, function: Function) -> bool:
         """Return True if a function contains the loop, or parts of more than one phase."""
@@ -546,9 +543,7 @@ class _Owners:
 class _Draft:
     """A row that is being added up. See `LineRow` for `entry` and `is_rest`."""
 
-    def __init__(
-        self, key: _RowKey, function: Function | None, entry: str, *, is_rest: bool
-    ) -> None:
+    def __init__(self, key: _RowKey, function: Function | None, entry: str, is_rest: bool) -> None:
         self._key, self._function, self._entry, self._is_rest = key, function, entry, is_rest
         self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)

@@ -7,7 +7,7 @@ _FIRST = (12, 15, 18)  # Indices of the first examined steps. They follow the wa
 _GROWTH = 1.6  # Later, a step is examined each time the run has grown by this factor.
 _MORE, _DISTANCE = 3, 3  # Number of steps that `examine_more` adds, and their distance.
 # Examined steps may lengthen a run by this fraction, or by this fraction of its first steps.
-_MAX_SHARE, _FIRST_STEPS = 0.002, 1_000
+_MAX_SHARE, _SHORT_RUN = 0.002, 1_000
 _MAX_LONG = 3  # Number of examined steps that are expected to be long.
 
 
@@ -68,7 +68,7 @@ class ExaminationSchedule:
         following = int(index * _GROWTH) + 1
         if self._is_distributed:
             return following
-        if self._costs + self._cost > _MAX_SHARE * max(following, _FIRST_STEPS):
+        if self._costs + self._cost > _MAX_SHARE * max(following, _SHORT_RUN):
             # Wait until the next examined step costs no more than allowed.
             return max(following, int((self._costs + self._cost) / _MAX_SHARE) + 1)
         recurrence = self._next_long()

@@ -77,13 +77,12 @@ class LineWatch:
         return line
 
     def start(self, frame: FrameType | None, more_events: Callable[[int], int]) -> str:
-        """Follow the code of the calling thread. Return why that is impossible; empty if it is not.
+        """Follow the code of the calling thread. If that is impossible, return the reason, else "".
 
         Args:
             frame: Innermost frame that may be the user's.
-            more_events: Function of the number of events so far. Returns the number of events that
-                may follow before it is called again; 0 if they cost too much. Then the line with
-                the most events is ignored.
+            more_events: Returns how many events may follow, after a number of events. Then it is
+                called again. If it returns 0, the line with the most events is ignored.
         """
         global _running
         if _running is not None:
@@ -106,7 +105,7 @@ class LineWatch:
             if self.details[id(code)] == LINES:
                 function, _ = self._stack[-1]
                 self._stack[-1] = function, function.line_at(running.f_lineno or 0)
-        source = _new_source(self)
+        source: _Source = _Tracing() if _MONITORING is None else _Monitoring(self)
         try:
             # Ctrl-C may come at any line.
             self._source, _running = source, self
@@ -304,6 +303,7 @@ class _Monitoring:
     def __init__(self, watch: LineWatch) -> None:
         self._watch = watch
         self._tool = -1
+        self._events: Iterable[int] = ()  # Events with a handler.
         self._followed: dict[int, CodeType] = {}  # By id: equal codes have separate events.
 
     def start(self, frames: list[FrameType]) -> None:
@@ -320,6 +320,7 @@ class _Monitoring:
             events.PY_YIELD: self._on_return,
             events.PY_UNWIND: self._on_return,
         }
+        self._events = handlers.keys()
         for event, handler in handlers.items():
             tools.register_callback(self._tool, event, handler)
         started = events.PY_START | events.PY_RESUME | events.PY_THROW
@@ -339,11 +340,7 @@ class _Monitoring:
         tools.set_events(tool, 0)
         for code in self._followed.values():
             tools.set_local_events(tool, code, 0)
-        events = tools.events
-        for event in (
-            *(events.PY_START, events.PY_RESUME, events.PY_THROW, events.LINE),
-            *(events.PY_RETURN, events.PY_YIELD, events.PY_UNWIND),
-        ):
+        for event in self._events:
             tools.register_callback(tool, event, None)
         tools.free_tool_id(tool)
 
@@ -438,7 +435,3 @@ def _trace_lines(frame: FrameType, event: str, _: object) -> Any:
     if watch.detail_of(code, frame) != LINES:
         frame.f_trace_lines = False
     return _trace_lines
-
-
-def _new_source(watch: LineWatch) -> _Source:
-    return _Tracing() if _MONITORING is None else _Monitoring(watch)

@@ -17,6 +17,7 @@ from lightning_gputime._output.table import Table
 from lightning_gputime._phases import DATA, FETCH
 
 _MIN_SHARE = 0.2  # Minimum fraction of the workers' time or of the wait for a cause to be reported.
+_SPLIT = "; give each worker its part of the IterableDataset"
 _SMALLER_BATCHES = "return smaller batches, such as uint8 in place of float32"
 
 
@@ -139,11 +140,6 @@ def _is_cpu_busy(m: Measurement) -> bool:
     return off_cpu >= 0.05 or waited >= 0.2
 
 
-def _split(setup: TrainingSetup) -> str:
-    """Return what more workers need, as the end of a sentence."""
-    return "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
-
-
 def _advise_without_workers(
     m: Measurement, setup: TrainingSetup, fetches: PhaseStats, reason: str
 ) -> Advice:
@@ -154,8 +150,8 @@ def _advise_without_workers(
     fetch_ms = fetches.frequency * fetches.mean_ms
     needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
     n = min(needed, setup.cores or 4)  # 4 if the CPU cores are unknown.
-    faster = ", or make it faster" if reason else ""
-    text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){faster}{_split(setup)}"
+    end = (", or make it faster" if reason else "") + (_SPLIT if setup.is_iterable else "")
+    text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){end}"
     return Advice("num_workers", text, {"now": 0, "suggested": n})
 
 
@@ -172,7 +168,7 @@ def _advise_on_untimed_workers(
         why = "all CPU cores are busy" if is_cpu_busy else "more workers would lack a CPU core"
         yield Advice("cheaper_transforms", f"use faster transforms: {why} ({now})")
     else:
-        text = f"use more workers ({now}){_split(setup)}"
+        text = f"use more workers ({now}){_SPLIT if setup.is_iterable else ''}"
         yield Advice("num_workers", text, {"now": workers})
         yield Advice("cheaper_transforms", "use faster transforms")
     if is_uneven(fetches):

@@ -124,9 +124,8 @@ class StagedLoaders:
             return True
         return self._replace_in_main_process(loader)
 
-    # Both methods store the originals before they replace them, so that `on_call_end` restores them
-    # even after Ctrl-C. They write to `vars(loader)`, because after `__init__` a DataLoader raises
-    # for some attributes that are set.
+    # Store the originals before replacing them: after Ctrl-C, `on_call_end` restores them. Write to
+    # `vars(loader)`, because a DataLoader forbids to set some of its attributes.
 
     def _replace_for_workers(self, loader: Any) -> None:
         """Let workers time their batches, and the pin-memory thread its copies."""

@@ -148,7 +148,7 @@ class WallClock:
                 self._follow(self.entry_outside)
 
     def follow(self, switch_to: Callable[[str], object]) -> None:
-        """Call a function now and at each change, with the open entry; empty inside steps."""
+        """Call a function with the open entry, now and at each change. In steps, it is empty."""
         self._follow = switch_to
         switch_to(self.entry_outside)
 

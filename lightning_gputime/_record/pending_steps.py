@@ -95,7 +95,7 @@ class StepMarks:
         self._relabel(self._uninterrupted(len(self.marks) - 1), label)
 
     def relabel_before(self, old: str, label: str) -> None:
-        """Replace the label of the mark before the last mark, skipping waits, if it is `old`."""
+        """If the mark before the last, without waits, has the label `old`, replace its label."""
         index = self._uninterrupted(len(self.marks) - 2)
         if index >= 0 and self.marks[index][0] == old:
             self._relabel(index, label)

@@ -569,10 +569,7 @@ def _times(run: Run, phases: Sequence[str]) -> Floats:
 def _compare_wall_clocks(
     seconds_by_side: Sequence[Sequence[Mapping[str, float]]], confidence: float, in_turns: bool
 ) -> dict[str, Difference]:
-    """Return the difference of each entry of the wall clock that all runs have.
-
-    A run has one total of each entry. So only the spread between runs shows the noise.
-    """
+    """Return the difference of each entry that all runs have, from its total in each run."""
     seconds = [run for side in seconds_by_side for run in side]
     names = [name for name in seconds[0] if all(name in run for run in seconds)]
     if not names:
@@ -583,7 +580,7 @@ def _compare_wall_clocks(
         for side in seconds_by_side
     ]
     rows = differences(*totals, confidence=confidence, in_turns=in_turns)
-    if max(map(len, seconds_by_side)) == 1:  # The error is unknown.
+    if max(map(len, seconds_by_side)) == 1:  # A single total per side does not show its noise.
         rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]
     return Named(zip(names, rows, strict=True))
 

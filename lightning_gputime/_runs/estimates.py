@@ -173,8 +173,7 @@ def variance(influence: Floats) -> Floats:
     Steps that follow each other have similar times, so take the variance from the means of blocks
     of consecutive steps (moving-block bootstrap). The blocks are long, because a slow period may
     last for hundreds of steps. So there are only 12 blocks, and few degrees of freedom for
-    `quantile_of_t`. The result is at least the variance that one more step with the largest
-    influence would cause.
+    `quantile_of_t`. The result is at least that of one more step with the largest influence.
 
     Args:
         influence: By how much each step shifts the estimate, times the number of steps. Its mean is
@@ -186,9 +185,8 @@ def variance(influence: Floats) -> Floats:
     def variance_from_blocks(length: int) -> Floats:
         """Return the variance from all overlapping blocks of this length, in closed form."""
         means = (sums[length:] - sums[:-length]) / length
-        # As for independent values: the variance of a mean of n blocks, from their spread.
-        n_blocks = n_steps / length
-        return np.asarray(means.var(axis=0) / (n_blocks - 1))
+        # The variance of a mean of independent blocks is their variance over their number minus 1.
+        return np.asarray(means.var(axis=0) / (n_steps / length - 1))
 
     length = n_steps // _BLOCKS
     full, half = variance_from_blocks(length), variance_from_blocks(length // 2)
@@ -211,8 +209,8 @@ def differences(
     """Return the difference of each column between two sides. Column 0 is the step.
 
     Args:
-        before: Runs of the side before.
-        after: Runs of the side after.
+        before: Runs before.
+        after: Runs after.
         confidence: Confidence of the intervals; may differ between the columns.
         in_turns: True if the sides alternated. Then each run is compared with its pair.
         resolution_ms: Resolution of the clock, for each column.

@@ -37,8 +37,8 @@ class ProportionalStep:
         The scaled step decides if the step as it was measured supports it:
 
         - It is a regression if the scaled step exceeds the bound, and the measured mean does, too.
-        - It passes if the scaled step passes, and the measured step is below the bound with a
-          probability of 80 %: a factor that is common to all phases may be a regression, too.
+        - It passes if the scaled step passes, and the measured step probably (80 %) does, too: all
+          phases together may have become slower.
 
         Else the measured step alone decides.
         """

@@ -389,10 +389,9 @@ class Session:
     def end_step(self, number: int, label: str = DATA) -> bool:
         """End the open step, and start the next with `label`. Return True if hooks are attached.
 
-        If all steps are timed, the recorder starts the next step, and `_take` writes the logs when
-        it gets the steps that were read. Else this method adds the duration of the step to the
-        statistics of all steps, writes the log that is due, and starts the planned step. Then it
-        may exchange times with other ranks.
+        If all steps are timed, `_take` writes the logs when it gets the steps that were read. Else
+        this method adds the duration of the step, writes the log that is due, and starts the
+        planned step.
         """
         self._first_label = label
         if self.mode is OFF:
