@@ -189,6 +189,7 @@ TESTED_ALONE = {
     VLLM,
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
     "torch.autocast._enabled",
+    "torch.cuda._sleep",
     "torch.utils.data._utils.pin_memory._pin_memory_loop",
     "torch.utils.data.dataloader._BaseDataLoaderIter",
     "transformers.PreTrainedModel._loss_function",
@@ -302,6 +303,12 @@ def test_renamed_loss_function_is_not_separated_from_forward(no_gaps: Any) -> No
     transformers_.check_inner_loss(model)
     [found] = names.not_measured(["transformers"])
     assert found.blurred == ("forward", "loss")
+
+
+def test_clock_of_the_gpu_is_not_measured_without_its_kernel(no_names: None) -> None:
+    assert torch_.spin_kernel() is None
+    [found] = names.not_measured(["torch"])
+    assert found.text.startswith("not measured: the clock of the GPU, because torch ")
 
 
 def test_autocast_is_assumed_on_if_its_state_is_unreadable(request: pytest.FixtureRequest) -> None:

@@ -2,7 +2,7 @@
 
 A file is a JSON object with these keys:
 
-- `format`, `version`, `minor`: files of `version` 5 and 6 can be read. A larger `minor` has more
+- `format`, `version`, `minor`: files of `version` 5 to 7 can be read. A larger `minor` has more
   keys, which older readers ignore with a warning.
 - `environment`, `setup`, `slow_steps`, `summary` (a `Measurement`): objects whose keys are the
   fields of these classes. A missing key means the default.
