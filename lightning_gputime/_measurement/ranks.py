@@ -57,7 +57,7 @@ class LineTime(NamedTuple):
     gpu_ms: float
     busy_ms: float  # Time of the host without waits for the GPU.
     error_ms: float  # Half the width of the 95 % interval of the time.
-    wait_ms: float  # Time in which the line waits for other ranks, and the phase with most of it.
+    wait_ms: float  # Its longest wait for other ranks in a phase, and this phase.
     wait_phase: str
 
     @property
@@ -217,7 +217,7 @@ def line_times(rows: Iterable[LineRow]) -> list[LineTime]:
         local = [part for name, part in row.phases.items() if not is_wait(name)]
         waits_ms = {name: part.ms for name, part in row.phases.items() if is_wait(name)}
         host_ms = sum(part.host_ms for part in local)
-        wait_phase = max(waits_ms, key=waits_ms.__getitem__, default="").rpartition("/")[0]
+        wait = max(waits_ms, key=waits_ms.__getitem__, default="")
         found.append(
             LineTime(
                 str(row),
@@ -227,8 +227,8 @@ def line_times(rows: Iterable[LineRow]) -> list[LineTime]:
                 round(sum(part.gpu_ms for part in local), 3),
                 round(row.busy_ms or host_ms, 3),  # Only known on a GPU.
                 round(row.error_ms, 3),
-                round(sum(waits_ms.values()), 3),
-                wait_phase,
+                round(waits_ms.get(wait, 0.0), 3),
+                wait.rpartition("/")[0],
             )
         )
     return sorted(found, key=lambda line: -line.local_ms - line.wait_ms)[:_MAX_LINES]
