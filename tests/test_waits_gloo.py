@@ -32,7 +32,7 @@ LATE_LINES = {
 """Start of the straggler's line in each place."""
 
 AWAITED_MODULES = {"data": "0", "forward": "1", "third layer": "3", "backward": "2"}
-"""Module of `fully_shard` that the early rank waits for, by the place in which the other is late."""
+"""Module of `fully_shard` that the early rank waits for, by the place of the delay."""
 
 CASES = [f"{way} {place}" for way in WAYS for place in PLACES]
 

@@ -73,8 +73,8 @@ class Examiner:
         self._handles: list[Any] = []  # Hooks on nodes of the running backward.
         self._backward_line: Line | None = None  # Line that runs a backward.
         self._node_line: Line | None = None  # Line of forward whose nodes run.
-        # Lines that stand for modules of `fully_shard`, by name. Forward creates them, so in backward
-        # they are part of the line of forward that calls the module.
+        # Line of each module of `fully_shard`, by name. Forward creates them, so in backward they
+        # are part of the line of forward that calls the module.
         self._sharded: dict[str, Line] = {}
         self._is_waiting = False  # True while such a line runs.
         self._is_backward_known = True  # False if nodes of other threads are in the graph.
