@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 import lightning_gputime._timer
 from lightning_gputime import GPUPhaseHooks, phase
 
-STEPS, MICRO_BATCHES, CHUNKS, WORLD = 4, 2, 2, 2
+STEPS, MICRO_BATCHES, CHUNKS, WORLD = 20, 2, 2, 2
 gpu = FakeGPU()
 
 PACKAGE = "megatron.core.pipeline_parallel"
@@ -172,7 +172,12 @@ def main(manual: Path, directory: Path, rank: int) -> None:
         lines = [line for line in recipe.splitlines() if not line.startswith(("from ", "import "))]
         timer = loop("\n".join(lines))
         timer.remove()
-        found[loop.__name__] = steps(timer)
+        rows = [row for row in timer.summary().lines if not row.entry]
+        longest: dict[str, str] = {}  # Line with most of the time of each phase.
+        for name in ("data", "forward", "backward", "optimizer"):
+            in_phase = [row for row in rows if name in row.phases]
+            longest[name] = max(in_phase, key=lambda row: row.phases[name].ms).function
+        found[loop.__name__] = {"steps": steps(timer), "lines": longest}
     print(json.dumps(found))
 
 

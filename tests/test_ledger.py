@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from conformance import CASES, PLAIN, SAMPLED, TRANSFORMERS, Case
 from conftest import hooks_of, installed
 from fake_gpu import FakeGPU, batches, steps, work
 from fake_loop import Loop, hooks
+from fake_ranks import COMM_MS, reduce
 from test_conformance import expected_steps, run_lightning, run_plain
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -173,6 +175,29 @@ def test_communication_that_the_device_waits_for_is_not_paced_by_the_host(
 
     summary = train(body, gpu, sync_ranks=False)
     assert summary.host_paced["optimizer/comm"] == 0.0
+
+
+def test_module_of_fully_shard_that_is_waited_for_has_a_line(
+    gpu: FakeGPU, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    exec("def wait_for_unshard(self, wait):\n    wait()", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    group = SimpleNamespace(_module_fqn="blocks.7")
+
+    def wait_for_module(*_: Any) -> None:
+        vars(module)["wait_for_unshard"](group, reduce)
+
+    model = Net(gpu)
+    model.linear.register_forward_pre_hook(wait_for_module)
+    model.linear.weight.register_hook(wait_for_module)
+    summary = train(gpu_bound, gpu, model=model, sync_ranks=False)
+    times = times_of(summary)
+    of_module = {"forward/comm": (COMM_MS, 0.0), "backward/comm": (COMM_MS, 0.0)}
+    assert times.pop("fully_shard of blocks.7") == of_module
+    assert not any(name in of_module for phases in times.values() for name in phases)
+    [row] = [row for row in summary.lines if row.function == "fully_shard of blocks.7"]
+    assert str(row).startswith("`fully_shard of blocks.7` (called by wait_for_module ")
 
 
 def test_the_host_waits_once_per_step_and_once_more_after_an_examined_step(gpu: FakeGPU) -> None:

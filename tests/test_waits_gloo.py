@@ -31,6 +31,9 @@ LATE_LINES = {
 }
 """Start of the straggler's line in each place."""
 
+AWAITED_MODULES = {"data": "0", "forward": "1", "third layer": "3", "backward": "2"}
+"""Module of `fully_shard` that the early rank waits for, by the place of the delay."""
+
 CASES = [f"{way} {place}" for way in WAYS for place in PLACES]
 
 
@@ -50,6 +53,9 @@ def test_early_rank_waits_and_late_rank_takes_longer_in_its_phase(
     assert 1 in (early["straggler"], early["suspect"])
     assert early["phase"] == phase
     assert re.match(LATE_LINES[place], early["line"])
+    if case.startswith("FSDP2") and place in AWAITED_MODULES:
+        module = f"in.* `fully_shard of {AWAITED_MODULES[place]}`"
+        assert any(re.search(module, note) for note in early["notes"])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith(" nobody")])

@@ -206,7 +206,7 @@ def measured_by(timer: GPUPhaseHooks) -> dict[str, Any]:
         "local_ms": {name: float(np.min(ms)) for name, ms in local_ms.items()},
     }
     if (ranks := timer.summary().ranks) is not None:
-        names = ("straggler", "suspect", "phase", "line", "sentence")
+        names = ("straggler", "suspect", "phase", "line", "sentence", "notes")
         found |= {name: getattr(ranks, name) for name in names}
     return found
 

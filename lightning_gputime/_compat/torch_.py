@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace, TracebackType
+from traceback import walk_stack
+from types import CodeType, ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -415,6 +416,25 @@ def waits_for_stage() -> bool:
 
 def waits_in_torch() -> bool:
     return calling_module(*_BETWEEN).startswith("torch.distributed")
+
+
+_SHARDED = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+# Without it, waits count for the line that calls the module.
+_SHARDED_NAME = Name(f"{_SHARDED}.FSDPParamGroup._module_fqn")
+
+
+def sharded_module() -> tuple[CodeType, str] | None:
+    """Return the running function of `fully_shard` and the name of its module; None if none runs.
+
+    The name of the root module is empty.
+    """
+    if _SHARDED not in sys.modules:
+        return None
+    for frame, _ in walk_stack(sys._getframe()):
+        if frame.f_globals.get("__name__") == _SHARDED and "self" in frame.f_locals:
+            name = _SHARDED_NAME.of(frame.f_locals["self"])
+            return None if name is None else (frame.f_code, str(name))
+    return None
 
 
 _SYNCS_BUFFERS = Name(

@@ -222,8 +222,10 @@ class WaitBoundary:
     stream, and are ignored.
     """
 
-    def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
-        self._recorder = recorder
+    def __init__(
+        self, recorder: Recorder, attachments: Attachments, examiner: Examiner | None
+    ) -> None:
+        self._recorder, self._examiner = recorder, examiner
         self._streams: Any = getattr(recorder.clock, "streams", None)
         self._timed: set[int] = set()  # Ids of the streams on which phases of this step began.
         # Ids of other streams with collectives or waits.
@@ -273,7 +275,7 @@ class WaitBoundary:
 
     def _launch_ends(self, result: Any = None) -> None:
         if result is None:  # The call has raised, or returned nothing to wait for.
-            self._recorder.end_wait()
+            self._wait_ends()
         else:
             # A synchronous function now calls `result.wait()`, whose return ends the wait.
             self._is_launched = True
@@ -282,6 +284,8 @@ class WaitBoundary:
         return self._begin(RECEIVES if waits_for_stage() else WAITS)
 
     def _wait_ends(self, result: Any = None) -> None:
+        if self._examiner is not None and self._examiner.is_on and self._recorder.is_here():
+            self._examiner.wait_ends()
         self._recorder.end_wait()
 
     def _tensor_wait_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
@@ -306,7 +310,11 @@ class WaitBoundary:
         is_launched, self._is_launched = self._is_launched, False
         if is_launched and self._recorder.open.is_waiting:
             return True  # The launch has marked the start of this wait.
-        return self._recorder.begin_wait(label)
+        if not self._recorder.begin_wait(label):
+            return False
+        if self._examiner is not None and self._examiner.is_on:
+            self._examiner.wait_begins()
+        return True
 
     def _note_communication(self) -> bool:
         """Return True if the current collective or wait is in the timed thread and stream.

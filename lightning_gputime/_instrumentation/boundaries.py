@@ -58,7 +58,7 @@ class Boundaries:
         has_ranks = is_distributed()
         report_missing_names(shared=has_ranks)
         if has_ranks:
-            self.waits = WaitBoundary(recorder, attachments)
+            self.waits = WaitBoundary(recorder, attachments, self._examiner)
             if hides_collectives(loop.model):
                 recorder.warn_once(
                     "Collectives inside compiled code cannot be timed, so they count as"

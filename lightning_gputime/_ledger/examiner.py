@@ -16,10 +16,11 @@ from lightning_gputime._compat.torch_ import (
     graph_nodes,
     is_autograd_compiled,
     next_sequence,
+    sharded_module,
     without_function_modes,
     without_wrappers,
 )
-from lightning_gputime._ledger.places import Line, Operations
+from lightning_gputime._ledger.places import CALLS, Function, Line, Operations
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock, HostClock, TimingEvent
@@ -72,6 +73,10 @@ class Examiner:
         self._handles: list[Any] = []  # Hooks on nodes of the running backward.
         self._backward_line: Line | None = None  # Line that runs a backward.
         self._node_line: Line | None = None  # Line of forward whose nodes run.
+        # Line of each module of `fully_shard`, by name. Forward creates them, so in backward they
+        # are part of the line of forward that calls the module.
+        self._sharded: dict[str, Line] = {}
+        self._is_waiting = False  # True while such a line runs.
         self._is_backward_known = True  # False if nodes of other threads are in the graph.
 
     def start(self, step_ns: float) -> list[LineMark] | None:
@@ -108,6 +113,7 @@ class Examiner:
         self._remove_hooks()
         self.is_on = False
         self._backward_line = self._node_line = None
+        self._is_waiting = False
         # The recorder owns the marks.
         self._marks, self._sequences, self._lines = [], [], []
 
@@ -119,20 +125,44 @@ class Examiner:
         """Record that a line starts, or continues, now."""
         if line is self._backward_line and self._node_line is not None:
             line = self._node_line  # Code that a node has called, such as a hook, has returned.
+        if self._has_events and self._may_capture() and self._is_capturing():
+            self.watch.stop()  # Recording an event would break the capture.
+            return
+        self._record(line, starts)
+        self._sequences.append(next_sequence())
+        self._lines.append(line)
+        self._n_marks += 1
+
+    def _record(self, line: Line, starts: bool = False) -> None:
         start_ns = self._now()
         event = None
         if self._has_events:
-            if self._may_capture() and self._is_capturing():
-                self.watch.stop()  # Recording an event would break the capture.
-                return
             event = self._free.pop() if self._free else self._new_event()
             event.record()
         end_ns = self._now()
         self._marks.append(LineMark(start_ns, end_ns, event, line, starts))
-        self._sequences.append(next_sequence())
-        self._lines.append(line)
         self.marks_ns += end_ns - start_ns
-        self._n_marks += 1
+
+    # Waits for other ranks, in any thread. No autograd node is created while they last.
+
+    def wait_begins(self) -> None:
+        """A wait for other ranks begins. If it is for a module of `fully_shard`, it has a line."""
+        found = sharded_module()
+        if found is None:
+            return
+        code, name = found
+        line = self._sharded.get(name)
+        if line is None:
+            function = Function(code, self._node_line or self.watch.line, CALLS)
+            function.name = f"fully_shard of {without_wrappers(name) or 'the model'}"
+            line = self._sharded[name] = function.whole
+        self._record(line, starts=True)
+        self._is_waiting = True
+
+    def wait_ends(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._record(self._node_line or self.watch.line)
 
     # Backward
 
@@ -188,20 +218,11 @@ class Examiner:
         self._marks[-1] = self._marks[-1]._replace(start_ns=start_ns)
 
     def _hook(self, line: Line) -> Callable[[Any], None]:
-        marks, now = self._marks, self._now
-
         def before_node(_: Any) -> None:
             # Runs in the thread of the engine, while the thread of the loop waits for it.
             with suppress(Exception):
-                start_ns = now()
-                event = None
-                if self._has_events:
-                    event = self._free.pop() if self._free else self._new_event()
-                    event.record()
-                end_ns = now()
-                marks.append(LineMark(start_ns, end_ns, event, line, False))
+                self._record(line)
                 self._node_line = line
-                self.marks_ns += end_ns - start_ns
 
         return before_node
 

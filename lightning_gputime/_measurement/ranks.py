@@ -57,7 +57,7 @@ class LineTime(NamedTuple):
     gpu_ms: float
     busy_ms: float  # Time of the host without waits for the GPU.
     error_ms: float  # Half the width of the 95 % interval of the time.
-    wait_ms: float  # Time in which the line waits for other ranks, and the phase with most of it.
+    wait_ms: float  # Its longest wait for other ranks in a phase, and this phase.
     wait_phase: str
 
     @property
@@ -85,15 +85,14 @@ class RankTotals:
         deviation_ms: See `BatchMeans.deviation_ms`.
         host_shares: Fraction of each phase in which the host set the pace; empty if unknown. Then
             the host may have set the pace of all of it.
-        lines: Its longest lines; empty if unknown. None if they have not changed since they were
-            sent.
-        windows: Its times over the run. None if they have not changed since they were sent.
+        lines: Its longest lines; empty if unknown.
+        windows: Its times over the run. None if they, `host_shares` and `lines` were not sent.
     """
 
     phases: PhaseTotals
     deviation_ms: float = 0.0
     host_shares: Mapping[str, float] = field(default_factory=dict)
-    lines: Sequence[LineTime] | None = None
+    lines: Sequence[LineTime] = ()
     windows: StepWindows | None = None
 
     @property
@@ -116,9 +115,8 @@ class BatchMeans:
 
     def __init__(self) -> None:
         self._length = 1  # Number of steps in a block.
-        # Of each full block: mean local time, mean wait, and number of the first step.
-        self._means_ms: list[float] = []
-        self._waits_ms: list[float] = []
+        # Mean local time and mean wait of each full block, and the number of its first step.
+        self._means_ms, self._waits_ms = list[float](), list[float]()
         self._first: list[int] = []
         # Local time, wait, and number of steps after these blocks.
         self._open_ms, self._open_wait_ms, self._n_open = 0.0, 0.0, 0
@@ -157,10 +155,8 @@ class BatchMeans:
     @property
     def windows(self) -> StepWindows:
         """The blocks, rounded to microseconds."""
-        local_ms, waits_ms, newest_ms = (
-            [round(ms, 3) for ms in each]
-            for each in (self._means_ms, self._waits_ms, self._newest_ms)
-        )
+        times_ms = self._means_ms, self._waits_ms, self._newest_ms
+        local_ms, waits_ms, newest_ms = ([round(ms, 3) for ms in each_ms] for each_ms in times_ms)
         return StepWindows(self._length, [*self._first], local_ms, waits_ms, newest_ms, self._n)
 
     @property
@@ -217,7 +213,7 @@ def line_times(rows: Iterable[LineRow]) -> list[LineTime]:
         local = [part for name, part in row.phases.items() if not is_wait(name)]
         waits_ms = {name: part.ms for name, part in row.phases.items() if is_wait(name)}
         host_ms = sum(part.host_ms for part in local)
-        wait_phase = max(waits_ms, key=waits_ms.__getitem__, default="").rpartition("/")[0]
+        wait = max(waits_ms, key=waits_ms.__getitem__, default="")
         found.append(
             LineTime(
                 str(row),
@@ -227,8 +223,8 @@ def line_times(rows: Iterable[LineRow]) -> list[LineTime]:
                 round(sum(part.gpu_ms for part in local), 3),
                 round(row.busy_ms or host_ms, 3),  # Only known on a GPU.
                 round(row.error_ms, 3),
-                round(sum(waits_ms.values()), 3),
-                wait_phase,
+                round(waits_ms.get(wait, 0.0), 3),
+                wait.rpartition("/")[0],
             )
         )
     return sorted(found, key=lambda line: -line.local_ms - line.wait_ms)[:_MAX_LINES]
@@ -469,17 +465,18 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     )
     line, factor, line_ms = None, None, 0.0
     is_host = sum(ms - usual_ms for ms, usual_ms in host_ms.values()) >= 0.5 * total_ms
-    if is_large:
-        factor = _factor(totals, last, others, total_ms, is_host)
-    if is_large and factor is None:
-        line, line_ms = _longest_line(totals, last, others)
+    with_lines = [rank for rank in others if totals[rank].lines]
+    if is_large and 2 * len(with_lines) >= len(others):
+        factor = _factor(totals, last, with_lines, total_ms, is_host)
+        if factor is None:
+            line, line_ms = _longest_line(totals, last, with_lines)
         if line_ms < _MIN_LINE * total_ms:
             line, line_ms = None, 0.0
     if line is not None:
         mostly = "" if line_ms >= _MIN_WHOLE * total_ms else "mostly "
         where = f"{mostly}in {line.text}"
         # Without a GPU, the host sets the pace of all lines.
-        if any(item.gpu_ms for total in totals.values() for item in total.lines or ()):
+        if any(item.gpu_ms for total in totals.values() for item in total.lines):
             where += ", host-paced" if line.host_ms >= line.gpu_ms else ", GPU-paced"
     elif factor is not None:
         causes = "its CPU is shared or slower"
@@ -521,17 +518,14 @@ def _longest_line(
 ) -> tuple[LineTime | None, float]:
     """Return the line in which the last rank exceeds the others the most, and by how much.
 
-    Return None if it does not by more than the errors, or if most ranks have no lines.
+    Return None if it does not by more than the errors.
     """
-    with_lines = [rank for rank in others if totals[rank].lines]
-    own = totals[last].lines or ()
-    if 2 * len(with_lines) < len(others):
-        return None, 0.0
+    own = totals[last].lines
     texts = {line.text for line in own}
 
     def usual_ms(rank: int, line: LineTime) -> float:
         """Return the time of a line on another rank, whose rows may be divided in another way."""
-        lines = totals[rank].lines or ()
+        lines = totals[rank].lines
         same = [other for other in lines if other.text == line.text]
         if not same:
             named = [other for other in lines if other.function == line.function]
@@ -547,7 +541,7 @@ def _longest_line(
 
     longest, longest_ms = None, 0.0
     for line in own:
-        ms = line.local_ms - statistics.median(usual_ms(rank, line) for rank in with_lines)
+        ms = line.local_ms - statistics.median(usual_ms(rank, line) for rank in others)
         if ms > max(longest_ms, line.error_ms):
             longest, longest_ms = line, ms
     return longest, longest_ms
@@ -565,16 +559,11 @@ def _factor(
     With `is_host`, compare the time of the host, else that of the GPU.
     """
     by_rank = {
-        rank: {
-            line.text: line.busy_ms if is_host else line.gpu_ms for line in totals[rank].lines or ()
-        }
-        for rank in totals
+        rank: {line.text: line.busy_ms if is_host else line.gpu_ms for line in total.lines}
+        for rank, total in totals.items()
     }
-    with_lines = [rank for rank in others if by_rank[rank]]
-    if 2 * len(with_lines) < len(others):
-        return None
     both_ms = [
-        (ms, statistics.median(by_rank[rank].get(text, 0.0) for rank in with_lines))
+        (ms, statistics.median(by_rank[rank].get(text, 0.0) for rank in others))
         for text, ms in by_rank[last].items()
     ]
     usual_ms = sum(usual for _, usual in both_ms)
@@ -596,12 +585,11 @@ def _history(totals: Mapping[int, RankTotals]) -> RankHistory | None:
     own = next((total.windows for total in totals.values() if total.windows), None)
     if own is None or not own.first:
         return None
-    n = len(own.first)
-    local_ms, wait_ms = list[tuple[float, ...]](), list[tuple[float, ...]]()
-    for total in totals.values():
-        found = total.windows if total.windows and total.windows.steps == own.steps else None
-        for rows, ms in ((local_ms, found and found.local_ms), (wait_ms, found and found.wait_ms)):
-            rows.append(tuple([*(ms or ()), *[math.nan] * n][:n]))
+    n, absent = len(own.first), [math.nan] * len(own.first)
+    windows = [total.windows for total in totals.values()]
+    found = [each if each and each.steps == own.steps else None for each in windows]
+    local_ms = [tuple([*(each.local_ms if each else ()), *absent][:n]) for each in found]
+    wait_ms = [tuple([*(each.wait_ms if each else ()), *absent][:n]) for each in found]
     if sum(not math.isnan(row[0]) for row in local_ms) < 2:
         return None
     return RankHistory(own.steps, tuple(own.first), tuple(local_ms), tuple(wait_ms))
@@ -677,17 +665,14 @@ def _late_windows(by_rank: Sequence[Sequence[float]], step_ms: float) -> tuple[A
 def _waits(totals: Mapping[int, RankTotals], stragglers: Sequence[int], step_ms: float) -> str:
     """Return a sentence on the line in which ranks wait the longest; empty if waits are short."""
     waiting = [
-        total.lines for rank, total in totals.items() if total.lines and rank not in stragglers
+        {(line.text, line.wait_phase): line.wait_ms for line in total.lines}
+        for rank, total in totals.items()
+        if total.lines and rank not in stragglers
     ]
-    by_place: dict[tuple[str, str], list[float]] = {}
-    for lines in waiting:
-        for line in lines:
-            if line.wait_ms:
-                by_place.setdefault((line.text, line.wait_phase), []).append(line.wait_ms)
     # Lines that do not wait on most of the ranks have a median of 0.
     usual_ms = {
-        place: statistics.median([*each_ms, *[0.0] * (len(waiting) - len(each_ms))])
-        for place, each_ms in by_place.items()
+        place: statistics.median(waits_ms.get(place, 0.0) for waits_ms in waiting)
+        for place in dict.fromkeys(place for waits_ms in waiting for place in waits_ms)
     }
     place = max(usual_ms, key=usual_ms.__getitem__, default=None)
     if place is None or usual_ms[place] < _MIN_EXCESS * step_ms:

@@ -1,5 +1,7 @@
 """Heat maps of the ranks over the run: their local time, and their waits for other ranks."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,13 +26,8 @@ def percentages(history: RankHistory) -> tuple[Floats, Floats]:
     """
     local_ms, wait_ms = np.array(history.local_ms), np.array(history.wait_ms)
     # Not `nanmedian`, which warns about windows of which nothing has arrived.
-    is_known = ~np.isnan(local_ms)
-    median_ms = np.array(
-        [
-            np.median(column[known]) if known.any() else np.nan
-            for column, known in zip(local_ms.T, is_known.T, strict=True)
-        ]
-    )
+    masked: Any = np.ma  # Its functions have no types.
+    median_ms = masked.median(masked.masked_invalid(local_ms), axis=0).filled(np.nan)
     beyond = np.maximum(local_ms - median_ms, 0.0) / np.maximum(median_ms, 1e-9)
     return 100 * beyond, 100 * wait_ms / np.maximum(local_ms + wait_ms, 1e-9)
 
@@ -48,12 +45,9 @@ def heat_maps(ranks: RankSummary, width: int, in_colour: bool) -> str:
     per_column = -(-n_windows // max((width - label_width - 4) // 2, 1))
     n_columns = -(-n_windows // per_column)
     lines = [label.rjust(label_width) for label in labels]
-    maps = zip(
-        percentages(history),
-        (LOCAL_COLOURS, WAIT_COLOURS),
-        (_LEVELS, _WAIT_LEVELS),
-        strict=True,
-    )
+    both_levels = _LEVELS, _WAIT_LEVELS
+    both_colours = LOCAL_COLOURS, WAIT_COLOURS
+    maps = zip(percentages(history), both_colours, both_levels, strict=True)
     for shares, colours, levels in maps:
         shares = np.nan_to_num(shares)
         # The mean of several windows, and the largest mean of several ranks.

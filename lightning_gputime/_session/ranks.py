@@ -112,7 +112,8 @@ class RankComparer:
         self._local = BatchMeans()  # Noise of this rank's time without waiting for other ranks.
         self._compared = -1  # Number of the last step that `compare_all` has compared.
         self._newest: dict[int, RankTotals] = {}  # Newest totals that arrived, by rank.
-        self._examined_sent = 0  # Number of examined steps of the lines that were sent.
+        # Lines of this rank, and the number of examined steps that they are from.
+        self._lines: tuple[int, Sequence[LineTime]] = 0, ()
         self.due_step: int | None = None
         """Number of the last step of the comparison that is due; None if none is due."""
 
@@ -179,11 +180,11 @@ class RankComparer:
         if not with_details:
             return totals
         top = [name for name in totals.phases if "/" not in name]
-        lines, shares = None, {}
+        shares = {}
         if ledger.n >= _MIN_EXAMINED:
             # Computing lines takes milliseconds, so do it only if more steps were examined.
-            if ledger.n > self._examined_sent:
-                self._examined_sent, lines = ledger.n, line_times(results.line_rows())
+            if ledger.n > self._lines[0]:
+                self._lines = ledger.n, line_times(results.line_rows())
             # Without examined steps, phases show their pace less exactly.
             shares = ledger.host_shares()
         if results.on_host_clock:
@@ -191,7 +192,7 @@ class RankComparer:
         return replace(
             totals,
             host_shares={name: round(shares[name], 3) for name in top if name in shares},
-            lines=lines,
+            lines=self._lines[1],
             windows=self._local.windows,
         )
 
@@ -212,13 +213,9 @@ class RankComparer:
                 added = {rank: since(now, newest.get(rank)) for rank, now in totals.items()}
                 # Report a comparison of the run so far. Absent ranks keep their last totals.
                 for rank, now in totals.items():
-                    if (old := newest.get(rank)) is not None:
-                        now = replace(
-                            now,
-                            host_shares=now.host_shares or old.host_shares,
-                            lines=old.lines if now.lines is None else now.lines,
-                            windows=now.windows or old.windows,
-                        )
+                    if now.windows is None and rank in newest:  # Sent without details.
+                        phases, deviation_ms = now.phases, now.deviation_ms
+                        now = replace(newest[rank], phases=phases, deviation_ms=deviation_ms)
                     newest[rank] = now
                 if len(newest) > 1:
                     self._results.ranks.compare_later(newest)
@@ -247,7 +244,7 @@ def decode(value: bytes) -> RankTotals:
         phases,
         deviation_ms,
         host_shares,
-        lines and [LineTime(*line) for line in lines],
+        [LineTime(*line) for line in lines],
         windows and StepWindows(*windows),
     )
 
