@@ -254,7 +254,6 @@ class MachineLog:
         self._sources: list[Machine] = []
         self.missing: list[str] = []
         """What cannot be observed on this system."""
-        self._lock = threading.Lock()  # Held while the sources are read.
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         for observed, create in sources.items():
@@ -267,10 +266,24 @@ class MachineLog:
             else:
                 self._sources.append(source)
 
-    def read(self) -> None:
-        """Read the sources that are due. Call it in the thread of the loop."""
-        if self._thread is None or not self._thread.is_alive():
-            self._read(*_IN_LOOP, in_loop=True)
+    def read(self, *, in_loop: bool = True) -> None:
+        """Read the sources that are due. While the sampling thread runs, only it reads them."""
+        if in_loop and self._thread is not None and self._thread.is_alive():
+            return
+        max_cost, min_interval_ns = _IN_LOOP if in_loop else _IN_THREAD
+        for source in self._sources:
+            if time.perf_counter_ns() < source.due_ns or (in_loop and not source.in_loop):
+                continue
+            start_ns = time.thread_time_ns()
+            with suppress(OSError, ValueError, IndexError):
+                source.readings.append((self._now_ns(), dict(source.read())))
+            if len(source.readings) > _MAX_READINGS:
+                del source.readings[1:-1:2]
+            # A moving average, because the first read may take much longer than the others.
+            cost_ns = min(time.thread_time_ns() - start_ns, 4.0 * source.cost_ns)
+            source.cost_ns = 0.8 * source.cost_ns + 0.2 * cost_ns
+            interval_ns = max(min_interval_ns, int(source.cost_ns / max_cost))
+            source.due_ns = time.perf_counter_ns() + interval_ns
 
     def sample_often(self) -> None:
         """Read the sources in a thread, which sees what happens between reads of steps."""
@@ -286,26 +299,6 @@ class MachineLog:
     def stop(self) -> None:
         """End the thread. Safe to call twice."""
         self._wake.set()
-
-    def _read(self, max_cost: float, min_interval_ns: int, *, in_loop: bool = False) -> None:
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            for source in self._sources:
-                if time.perf_counter_ns() < source.due_ns or (in_loop and not source.in_loop):
-                    continue
-                start_ns = time.thread_time_ns()
-                with suppress(OSError, ValueError, IndexError):
-                    source.readings.append((self._now_ns(), dict(source.read())))
-                if len(source.readings) > _MAX_READINGS:
-                    del source.readings[1:-1:2]
-                # A moving average, because the first read may take much longer than the others.
-                cost_ns = min(time.thread_time_ns() - start_ns, 4.0 * source.cost_ns)
-                source.cost_ns = 0.8 * source.cost_ns + 0.2 * cost_ns
-                interval_ns = max(min_interval_ns, int(source.cost_ns / max_cost))
-                source.due_ns = time.perf_counter_ns() + interval_ns
-        finally:
-            self._lock.release()
 
     def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
         """Return what grew during some of the steps with these host times.
@@ -355,7 +348,7 @@ def _sample(log: "weakref.ref[MachineLog]", wake: threading.Event) -> None:
         if owner is None or sys.is_finalizing():
             return
         try:
-            owner._read(*_IN_THREAD)
+            owner.read(in_loop=False)
         except Exception:  # Sampling must never disturb the training.
             return
         del owner
