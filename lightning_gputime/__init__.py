@@ -29,6 +29,8 @@ __all__ = [
     "Measurement",
     "MemorySummary",
     "MetricsLogger",
+    "OutsideCause",
+    "OutsideSummary",
     "PhasePart",
     "PhaseStats",
     "PhaseSummary",

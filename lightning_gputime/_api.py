@@ -18,6 +18,8 @@ from lightning_gputime._measurement.measurement import TrainingSetup as Training
 from lightning_gputime._measurement.memory import MemorySummary as MemorySummary
 from lightning_gputime._measurement.observers import Section as Section
 from lightning_gputime._measurement.observers import StepObserver as StepObserver
+from lightning_gputime._measurement.outside import OutsideCause as OutsideCause
+from lightning_gputime._measurement.outside import OutsideSummary as OutsideSummary
 from lightning_gputime._measurement.ranks import RankHistory as RankHistory
 from lightning_gputime._measurement.ranks import RankStats as RankStats
 from lightning_gputime._measurement.ranks import RankSummary as RankSummary

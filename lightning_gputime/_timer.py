@@ -32,7 +32,7 @@ from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
-from lightning_gputime._record.clock import Clock, HostClock, ThreadTimes, clock_for, loop_time
+from lightning_gputime._record.clock import Clock, HostClock, clock_for, loop_time
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import (
     CostlySettings,
@@ -210,9 +210,7 @@ class Timer(Tabular):
         )
         self._evaluations.means.clear()
         means.writer.begin()
-        # CPU times of threads can only be compared with the system clock, not with one of a test.
-        threads = None if options._clock else ThreadTimes()
-        self._costly_settings = CostlySettings.of(self._environment, loop, threads)
+        self._costly_settings = CostlySettings.of(self._environment, loop)
         self._read_costly_settings()
         # Set `_session` before `attach`, so that `_detach` finds it if `attach` is interrupted.
         self._session = session = Session(options, clock, loop, self._results, means, codes)

@@ -23,6 +23,7 @@ from lightning_gputime._attribution import machine
 from lightning_gputime._attribution.batch import BatchLog, Content
 from lightning_gputime._attribution.machine import (
     BLOCKED,
+    WAITED,
     GPUProcesses,
     Machine,
     MachineLog,
@@ -44,15 +45,21 @@ class Busy(Machine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran_s = self.blocked_s = 0.0
-        self.places["thread `save`"]["train.py:12"] += 1
+        self.ran_s = self.blocked_s = self.waited_s = 0.0
+        self.places["thread `save`"] = "train.py:12"
 
     def read(self) -> dict[str, float]:
-        return {"thread `save`": self.ran_s, BLOCKED: self.blocked_s}
+        return {"thread `save`": self.ran_s, BLOCKED: self.blocked_s, WAITED: self.waited_s}
 
 
 def train(
-    loop: Loop, busy: Busy, *, delays: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
+    loop: Loop,
+    busy: Busy,
+    *,
+    delays: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    host_ms: float = 0.0,
+    **options: Any,
 ) -> GPUPhaseHooks:
     """Train while a thread runs in 3 of 50 steps, which delays the loop or does not."""
     # Real sources would be compared with a simulated clock, and a thread would need real time.
@@ -67,6 +74,7 @@ def train(
             session._surroundings._read_machine()
             if runs:
                 busy.ran_s += 0.02
+            loop.gpu.host_work(host_ms)
             if runs if delays else number % 37 == 9:
                 loop.gpu.host_work(40.0)
             loop.train(x)
@@ -101,9 +109,17 @@ def test_thread_that_runs_in_other_steps_is_not_named(
     assert summary.measurement.outside is None
 
 
-@pytest.mark.parametrize(("blocked_ms", "is_named"), [(12.0, True), (1.0, False)])
+@pytest.mark.parametrize(
+    ("blocked_ms", "host_ms", "is_named"),
+    # In the last case the device sets the pace: the host is blocked while it waits for the device.
+    [(12.0, 20.0, True), (1.0, 20.0, False), (12.0, 0.0, False)],
+)
 def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
-    loop: Loop, blocked_ms: float, is_named: bool, monkeypatch: pytest.MonkeyPatch
+    loop: Loop,
+    blocked_ms: float,
+    host_ms: float,
+    is_named: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Spinning(Busy):
         def read(self) -> dict[str, float]:
@@ -111,7 +127,7 @@ def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
             self.blocked_s = self.ran_s * blocked_ms / 15.625
             return super().read()
 
-    timer = train(loop, Spinning(), delays=False, monkeypatch=monkeypatch)
+    timer = train(loop, Spinning(), delays=False, host_ms=host_ms, monkeypatch=monkeypatch)
     outside = timer.summary().measurement.outside
     assert (outside is not None) == is_named
     if outside is not None:
@@ -120,6 +136,23 @@ def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
         [advice] = [text for text in timer.summary().advice if "thread `save`" in text]
         assert advice.startswith("move the work of thread `save` (train.py:12) to a process")
         assert outside.sentences[0] in str(timer.summary())
+
+
+def test_loop_that_waits_for_a_cpu_core_is_reported(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waiting(Busy):
+        def read(self) -> dict[str, float]:
+            self.waited_s = 0.5 * loop.gpu.now / 1e9
+            return super().read()
+
+    timer = train(loop, Waiting(), delays=False, monkeypatch=monkeypatch)
+    outside = timer.summary().measurement.outside
+    assert outside is not None
+    assert outside.core_wait_share == pytest.approx(0.5, rel=0.05)
+    assert outside.causes == ()
+    [advice] = [text for text in timer.summary().advice if "for a CPU core" in text]
+    assert advice.startswith("run fewer threads")
 
 
 def lengths(n: int) -> Iterator[int]:
@@ -255,8 +288,7 @@ def test_busy_thread_is_named_by_its_function_and_line() -> None:
         time.sleep(0.01)
     stop.set()
     thread.join()
-    [(place, _)] = source.places["thread `write_often`"].most_common(1)
-    assert place.startswith("test_attribution.py:")
+    assert source.places["thread `write_often`"].startswith("test_attribution.py:")
     ran_s = source.read()["thread `write_often`"]
     assert ran_s == source.read()["thread `write_often`"] >= 0.02  # The thread has ended.
 
@@ -278,7 +310,7 @@ def test_busy_child_process_is_named_with_its_id(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.1)
             values = source.read()
             found = [name for name, s in values.items() if name.startswith("child") and s > 0.0]
-        assert source.places[found[0]] == {f"pid {child}": 1}
+        assert source.places[found[0]] == f"pid {child}"
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -287,7 +319,7 @@ def test_busy_child_process_is_named_with_its_id(monkeypatch: pytest.MonkeyPatch
 @ON_LINUX
 def test_sources_that_the_system_lacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     log = MachineLog(time.perf_counter_ns, system_sources(None))
-    assert {type(source) for source, _ in log._logs} <= {
+    assert {type(source) for source in log._sources} <= {
         *(Threads, Processes, Pressure, VirtualMemory)
     }
 
@@ -319,7 +351,7 @@ def test_process_on_the_gpu_is_found_with_nvml(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     source = GPUProcesses(0)
     assert source.read()["another process on the GPU"] > 0.0
-    assert source.places["another process on the GPU"] == {"pid 77": 1}
+    assert source.places["another process on the GPU"] == "pid 77"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # It renumbers the GPUs.
     log = MachineLog(time.perf_counter_ns, {"other processes": lambda: GPUProcesses(0)})
     assert log.missing == ["other processes"]
@@ -331,10 +363,10 @@ def test_sampling_thread_stops_with_its_log() -> None:
     log.sample_often()
     thread: Any = log._thread
     until = time.monotonic() + 10
-    while len(log._logs[0][1]) < 2 and time.monotonic() < until:
+    while len(busy.readings) < 2 and time.monotonic() < until:
         time.sleep(0.02)
         busy.ran_s += 0.02
-    assert len(log._logs[0][1]) >= 2
+    assert len(busy.readings) >= 2
     assert thread.name.startswith("lightning_gputime")  # Such threads are never named as a cause.
     log.stop()
     thread.join(10)

@@ -1,6 +1,5 @@
 """Costly settings, and the advice on the entries of the time breakdown that they inflate."""
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.measurement import CostlySetting, Environment, TrainingSetup
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._record.clock import ThreadTimes
 from lightning_gputime._runs.environment import CostlySettings
 
 
@@ -46,7 +44,6 @@ class Training:
     environment: Mapping[str, Any] = field(default_factory=dict)
     loop: Mapping[str, Any] = field(default_factory=dict)
     setup: Mapping[str, Any] = field(default_factory=dict)
-    threads: ThreadTimes | None = None
 
     def settings(self, monkeypatch: pytest.MonkeyPatch) -> tuple[CostlySetting, ...]:
         for target, value in self.patches.items():
@@ -59,7 +56,6 @@ class Training:
         reader = CostlySettings.of(
             Environment(**{**defaults, **self.environment}),
             boundaries.Loop(model, **self.loop),
-            self.threads,
         )
         return reader.read(replace(TrainingSetup(), **self.setup))
 
@@ -73,13 +69,6 @@ CPU = {"device_type": "cpu"}
 THREADS = {"torch.get_num_threads": 16}
 
 
-def threads(core_wait: float = 0.0, busiest: float = 0.0) -> Any:
-    return Mock(
-        core_wait_share=Mock(return_value=core_wait),
-        busiest_other=Mock(return_value=("monitor", busiest)),
-    )
-
-
 BLOCKING = Training(variables={"CUDA_LAUNCH_BLOCKING": "1"})
 MODEL = "Net.forward (net.py:3)"
 CASES = [
@@ -90,8 +79,6 @@ CASES = [
     (LOGS_EACH_STEP, "log_every_n_steps", "callbacks"),
     (BLOCKING, "CUDA_LAUNCH_BLOCKING", MODEL),
     (Training(THREADS, environment=CPU, setup={"cores": 2}), "num_threads", MODEL),
-    (Training(threads=threads(core_wait=0.91), setup={"cores": 2}), "busy_cores", MODEL),
-    (Training(threads=threads(busiest=0.9)), "busy_thread", MODEL),
 ]
 
 
@@ -172,7 +159,6 @@ def test_costly_setting_is_not_reported_below_five_percent(monkeypatch: pytest.M
         Training(THREADS, environment=CPU, setup={"cores": 16}),
         Training(THREADS, environment=CPU),  # The number of cores is unknown.
         Training(THREADS, setup={"cores": 2}),  # Operations on a GPU use no threads.
-        Training(threads=threads(core_wait=0.1, busiest=0.2), setup={"cores": 2}),
         Training(variables={"CUDA_LAUNCH_BLOCKING": "0"}),
         # There is no GPU.
         replace(BLOCKING, environment=CPU),
@@ -182,47 +168,6 @@ def test_costly_setting_is_not_reported_below_five_percent(monkeypatch: pytest.M
 )
 def test_cheap_setting_is_not_reported(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.settings(monkeypatch) == ()
-
-
-def test_cpu_times_of_threads_are_fractions_of_the_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    clock = Mock(return_value=0)
-    module = "lightning_gputime._record.clock"
-    monkeypatch.setattr(f"{module}.time.perf_counter_ns", clock)
-    names = {threading.get_native_id(): "MainThread", 2: "Dummy-1", 3: "lightning_gputime-1"}
-    names[4] = "monitor"
-    threads = []
-    for native_id, name in names.items():
-        threads.append(Mock(native_id=native_id))
-        threads[-1].name = name
-        (tmp_path / f"{native_id}").mkdir()
-    monkeypatch.setattr("lightning_gputime._record.clock.threading.enumerate", lambda: threads)
-    path = "lightning_gputime._record.clock.Path"
-    monkeypatch.setattr(path, lambda name: tmp_path / Path(name).parent.name / "schedstat")
-
-    def write_counters(text: str) -> None:
-        for thread in threads:
-            (tmp_path / f"{thread.native_id}" / "schedstat").write_text(text)
-
-    write_counters("700 1000 12")  # Ns on a core, ns of waiting for a core, number of slices.
-    times = ThreadTimes()
-    write_counters("2000000700 1000001000 40")
-    clock.return_value = 10**9  # One second is too short.
-    assert times.core_wait_share() == 0.0
-    clock.return_value = 4 * 10**9  # In 4 s each thread ran for 2 s, and waited for 1 s.
-    assert (times.core_wait_share(), times.busiest_other()) == (0.25, ("monitor", 0.5))
-    write_counters("unknown")
-    assert (times.core_wait_share(), times.busiest_other()[1]) == (0.0, 0.0)
-
-
-def test_cpu_times_of_threads_are_read_from_the_system() -> None:
-    if not Path("/proc/thread-self/schedstat").exists():
-        pytest.skip("needs Linux")
-    times = ThreadTimes()
-    times._since_ns -= 4 * 10**9
-    assert 0.0 <= times.core_wait_share() <= 1.0
-    assert 0.0 <= times.busiest_other()[1] <= 1.0
 
 
 def test_tf32_is_read_from_the_newer_torch_setting(monkeypatch: pytest.MonkeyPatch) -> None:

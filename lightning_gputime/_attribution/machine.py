@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,42 +29,15 @@ from lightning_gputime._record.clock import IGNORED_THREADS, core_times
 # where all sources together may take 0.1 %, and in the sampling thread.
 _IN_LOOP, _IN_THREAD = (2e-4, 250_000_000), (1e-3, 50_000_000)
 _SAMPLE_S = 0.05
-_IDLE_NS = 60_000_000_000  # The sampling thread ends if no step was read for this long.
 _MAX_READINGS = 2000  # Of more readings, every second is dropped.
-_MAX_PLACES = 50  # A thread's function is looked up this often: it takes longer than the rest.
 _MIN_BUSY = 0.05  # Threads and processes below this fraction of a core are not tracked.
 _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become busy.
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")
 
 
-BLOCKED = "blocked"
-"""Name of the time in which the thread of the loop was blocked."""
-
-
-class Growing:
-    """Sums by name, from values by id that only grow. An id may appear and disappear.
-
-    Args:
-        from_zero: True if an id that appears after the first call has grown from zero.
-    """
-
-    def __init__(self, *, from_zero: bool) -> None:
-        self.sums = defaultdict[str, float](float)
-        self._from_zero = from_zero
-        self._last: dict[Any, float] | None = None
-
-    def add(self, values: Mapping[tuple[str, Any], float]) -> dict[tuple[str, Any], float]:
-        """Add new values by name and id. Return by how much they have grown."""
-        last, is_known = self._last or {}, self._last is None or not self._from_zero
-        growth = {
-            key: value - last.get(key, value if is_known else 0.0) for key, value in values.items()
-        }
-        self._last = dict(values)
-        for (name, _), grown in growth.items():
-            if grown > 0.0:
-                self.sums[name] += grown
-        return growth
+BLOCKED, WAITED = "blocked", "waited"
+"""Names of the times in which the thread of the loop was blocked, and waited for a CPU core."""
 
 
 class Machine:
@@ -75,7 +48,11 @@ class Machine:
     """False for a source that takes long. Only the sampling thread reads it."""
 
     def __init__(self) -> None:
-        self.places = defaultdict[str, Counter[str]](Counter)
+        self.sums = defaultdict[str, float](float)
+        self.places: dict[str, str] = {}
+        self.readings: list[tuple[int, Mapping[str, float]]] = []
+        """Host time (in nanoseconds) and values of each reading."""
+        self.due_ns, self.cost_ns = 0, 1e5  # Time of the next read, and CPU time of a read.
 
     def read(self) -> Mapping[str, float]:
         """Return the values now. Raises OSError if the system does not have them."""
@@ -83,7 +60,7 @@ class Machine:
 
 
 class Threads(Machine):
-    """CPU time of other Python threads (in seconds), and the function that each runs.
+    """CPU time of other Python threads (in seconds), and a function that each runs.
 
     Threads with the same name except for numbers are one. `BLOCKED` is the time in which the thread
     of the loop neither ran nor waited for a core. Create it in that thread.
@@ -93,33 +70,39 @@ class Threads(Machine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop, self._times = threading.get_native_id(), Growing(from_zero=True)
-        self._blocked_s = 0.0
+        self._loop = threading.get_native_id()
+        self._run_ns: dict[int, int] | None = None  # Time of each thread at the last read.
         if core_times(self._loop) is None:
             raise OSError
 
     def read(self) -> Mapping[str, float]:
-        values, threads = {}, {}
+        run_ns: dict[int, int] = {}
         for thread in threading.enumerate():
-            is_other = thread.native_id not in (None, self._loop)
-            is_other = is_other and not any(part in thread.name for part in IGNORED_THREADS)
-            times = core_times(thread.native_id) if is_other else None
-            if times is not None:
-                # Python names a thread "Thread-7 (save)" after its function.
-                function = re.search(r"\((\w+)\)$", thread.name)
-                name = function[1] if function else _NUMBERS.sub("", thread.name)
-                key = f"thread `{name}`", thread.native_id
-                values[key], threads[key] = times[0] / 1e9, thread
-        for key, grown in self._times.add(values).items():
-            places = self.places[key[0]]
-            if grown > 0.0 and places.total() < _MAX_PLACES:
-                place = place_in_thread(threads[key].ident or 0)
-                if place is not None:
-                    places[str(Source(place[0], place[1], place[1], place[2]))] += 1
-        of_loop = core_times(self._loop)
-        if of_loop is not None:
-            self._blocked_s = (time.perf_counter_ns() - sum(of_loop)) / 1e9
-        return {**self._times.sums, BLOCKED: self._blocked_s}
+            native_id = thread.native_id
+            if native_id is None or any(part in thread.name for part in IGNORED_THREADS):
+                continue
+            times = core_times(native_id)
+            if times is None:  # The thread has ended.
+                continue
+            if native_id == self._loop:
+                self.sums[WAITED] = times[1] / 1e9
+                self.sums[BLOCKED] = (time.perf_counter_ns() - sum(times)) / 1e9
+                continue
+            run_ns[native_id] = times[0]
+            # Of a thread that runs at the first read, only the time since then counts.
+            last_ns = times[0] if self._run_ns is None else self._run_ns.get(native_id, 0)
+            if times[0] <= last_ns:
+                continue
+            # Python names a thread "Thread-7 (save)" after its function.
+            function = re.search(r"\((\w+)\)$", thread.name)
+            name = f"thread `{function[1] if function else _NUMBERS.sub('', thread.name)}`"
+            self.sums[name] += (times[0] - last_ns) / 1e9
+            # Looked up once, because it takes longer than the rest.
+            if name not in self.places and (place := place_in_thread(thread.ident or 0)):
+                file, line, code = place
+                self.places[name] = str(Source(file, line, line, code))
+        self._run_ns = run_ns
+        return self.sums
 
 
 class Processes(Machine):
@@ -130,7 +113,7 @@ class Processes(Machine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._times, self._pid = Growing(from_zero=False), os.getpid()
+        self._pid, self._used_s = os.getpid(), dict[int, float]()
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._busy: Sequence[int] = ()
         self._ticks: dict[int, float] = {}  # CPU time of each process in the newest search.
@@ -141,21 +124,24 @@ class Processes(Machine):
         now_s = time.perf_counter()
         if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _IN_THREAD[0]):
             self._search()
-        values = {}
+        used_s: dict[int, float] = {}
         for pid in self._busy:
             with suppress(OSError, ValueError, IndexError):
                 name, parent, core, seconds = self._stat(pid)
-                if parent == self._pid or core in self._cores:
-                    kind = "child process" if parent == self._pid else "process"
-                    values[f"{kind} `{name}`", pid] = seconds
-        for (name, pid), grown in self._times.add(values).items():
-            if grown > 0.0:
-                self.places[name][f"pid {pid}"] += 1
-        return self._times.sums
+                used_s[pid] = seconds
+                # Of a process that has become busy, only the time since then counts.
+                grown_s = seconds - self._used_s.get(pid, seconds)
+                is_child = parent == self._pid
+                if grown_s > 0.0 and (is_child or core in self._cores):
+                    name = f"child process `{name}`" if is_child else f"process `{name}`"
+                    self.sums[name] += grown_s
+                    self.places[name] = f"pid {pid}"
+        self._used_s = used_s
+        return self.sums
 
     def _search(self) -> None:
         """Find the processes that have become busy since the last search."""
-        start_s, before, elapsed_s = time.perf_counter(), self._ticks, 0.0
+        start_s, before = time.perf_counter(), self._ticks
         elapsed_s = start_s - self._searched_s if self._searched_s else 0.0
         found: dict[int, float] = {}
         for name in os.listdir("/proc"):
@@ -196,20 +182,19 @@ class GPUProcesses(Machine):
         except Exception as error:
             raise OSError from error
         self._since_us, self._read_s = 0, time.perf_counter()
-        self._sum_s = 0.0
 
     def read(self) -> Mapping[str, float]:
+        name = "another process on the GPU"
         now_s = time.perf_counter()
         elapsed_s, self._read_s = now_s - self._read_s, now_s
-        samples = []
         with suppress(self._nvml.NVMLError):  # It raises if no process has used the GPU.
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._since_us)
-        others = [sample for sample in samples if sample.pid != os.getpid() and sample.smUtil > 0]
-        self._since_us = max([self._since_us, *(sample.timeStamp for sample in samples)])
-        self._sum_s += elapsed_s * min(sum(sample.smUtil for sample in others) / 100, 1.0)
-        for sample in others:
-            self.places["another process on the GPU"][f"pid {sample.pid}"] += 1
-        return {"another process on the GPU": self._sum_s}
+            self._since_us = max([self._since_us, *(sample.timeStamp for sample in samples)])
+            for sample in samples:
+                if sample.pid != os.getpid() and sample.smUtil > 0:
+                    self.sums[name] += elapsed_s * sample.smUtil / 100
+                    self.places[name] = f"pid {sample.pid}"
+        return self.sums
 
 
 class Pressure(Machine):
@@ -253,13 +238,6 @@ class VirtualMemory(Machine):
         return found
 
 
-class Reading(NamedTuple):
-    """Values of a source at a host time (in nanoseconds)."""
-
-    ns: int
-    values: Mapping[str, float]
-
-
 class MachineLog:
     """Readings of the sources: at reads of steps, or in a thread of its own after `sample_often`.
 
@@ -273,15 +251,11 @@ class MachineLog:
         self, now_ns: Callable[[], int], sources: Mapping[str, Callable[[], Machine]]
     ) -> None:
         self._now_ns = now_ns
-        self._logs: list[tuple[Machine, list[Reading]]] = []
-        self._due_ns: list[int] = []  # Next read of each source.
-        self._cost_ns: list[float] = []  # CPU time of a read of each source.
+        self._sources: list[Machine] = []
         self.missing: list[str] = []
         """What cannot be observed on this system."""
-        self._lock = threading.Lock()  # Held while the sources are read.
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
-        self._used_ns = time.perf_counter_ns()  # Time of the newest call of `read`.
         for observed, create in sources.items():
             try:
                 source = create()
@@ -290,19 +264,30 @@ class MachineLog:
             except (OSError, ValueError, IndexError):
                 self.missing.append(observed)
             else:
-                self._logs.append((source, []))
-                self._due_ns.append(0)
-                self._cost_ns.append(1e5)
+                self._sources.append(source)
 
-    def read(self) -> None:
-        """Read the sources that are due. Call it in the thread of the loop."""
-        self._used_ns = time.perf_counter_ns()
-        if self._thread is None or not self._thread.is_alive():
-            self._read(*_IN_LOOP, in_loop=True)
+    def read(self, *, in_loop: bool = True) -> None:
+        """Read the sources that are due. While the sampling thread runs, only it reads them."""
+        if in_loop and self._thread is not None and self._thread.is_alive():
+            return
+        max_cost, min_interval_ns = _IN_LOOP if in_loop else _IN_THREAD
+        for source in self._sources:
+            if time.perf_counter_ns() < source.due_ns or (in_loop and not source.in_loop):
+                continue
+            start_ns = time.thread_time_ns()
+            with suppress(OSError, ValueError, IndexError):
+                source.readings.append((self._now_ns(), dict(source.read())))
+            if len(source.readings) > _MAX_READINGS:
+                del source.readings[1:-1:2]
+            # A moving average, because the first read may take much longer than the others.
+            cost_ns = min(time.thread_time_ns() - start_ns, 4.0 * source.cost_ns)
+            source.cost_ns = 0.8 * source.cost_ns + 0.2 * cost_ns
+            interval_ns = max(min_interval_ns, int(source.cost_ns / max_cost))
+            source.due_ns = time.perf_counter_ns() + interval_ns
 
     def sample_often(self) -> None:
         """Read the sources in a thread, which sees what happens between reads of steps."""
-        if self._logs and (self._thread is None or not self._thread.is_alive()):
+        if self._sources and (self._thread is None or not self._thread.is_alive()):
             self._wake.clear()
             name = f"{__name__.partition('.')[0]} sampler"
             target, log = _sample, weakref.ref(self)
@@ -315,31 +300,6 @@ class MachineLog:
         """End the thread. Safe to call twice."""
         self._wake.set()
 
-    def sample(self) -> bool:
-        """Read the sources that are due. Return False if no step was read for a minute."""
-        self._read(*_IN_THREAD)
-        return time.perf_counter_ns() - self._used_ns < _IDLE_NS
-
-    def _read(self, max_cost: float, min_interval_ns: int, *, in_loop: bool = False) -> None:
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            for i, (source, readings) in enumerate(self._logs):
-                if time.perf_counter_ns() < self._due_ns[i] or (in_loop and not source.in_loop):
-                    continue
-                start_ns = time.thread_time_ns()
-                with suppress(OSError, ValueError, IndexError):
-                    readings.append(Reading(self._now_ns(), dict(source.read())))
-                if len(readings) > _MAX_READINGS:
-                    del readings[1:-1:2]
-                # A moving average, because the first read may take much longer than the others.
-                cost_ns, mean_ns = time.thread_time_ns() - start_ns, self._cost_ns[i]
-                self._cost_ns[i] = mean_ns = 0.8 * mean_ns + 0.2 * min(cost_ns, 4.0 * mean_ns)
-                interval_ns = max(min_interval_ns, int(mean_ns / max_cost))
-                self._due_ns[i] = time.perf_counter_ns() + interval_ns
-        finally:
-            self._lock.release()
-
     def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
         """Return what grew during some of the steps with these host times.
 
@@ -348,19 +308,18 @@ class MachineLog:
         found = []
         # A host that runs ahead of the device may launch a step in almost no time.
         ends_ns = np.maximum(ends_ns, starts_ns + 1e6)
-        for source, log in self._logs:
-            readings = log[:]
-            names = dict.fromkeys(name for reading in readings for name in reading.values)
-            at_ns = np.array([reading.ns for reading in readings], float)
+        for source in self._sources:
+            readings = source.readings[:]
+            names = dict.fromkeys(name for _, values in readings for name in values)
+            at_ns = np.array([ns for ns, _ in readings], float)
             for name in names:
-                sums = np.array([reading.values.get(name, 0.0) for reading in readings])
+                sums = np.array([values.get(name, 0.0) for _, values in readings])
                 if len(sums) < 3 or sums[-1] <= sums[0]:
                     continue
                 grown = np.interp(ends_ns, at_ns, sums) - np.interp(starts_ns, at_ns, sums)
-                values = np.round(grown / ((ends_ns - starts_ns) / 1e9), 3)  # No rounding errors.
-                values[(ends_ns < at_ns[0]) | (starts_ns > at_ns[-1])] = np.nan
-                most = source.places[name].most_common(1) if name in source.places else []
-                found.append(Candidate(name, values, most[0][0] if most else "", source.kind))
+                shares = np.round(grown / ((ends_ns - starts_ns) / 1e9), 3)  # No rounding errors.
+                shares[(ends_ns < at_ns[0]) | (starts_ns > at_ns[-1])] = np.nan
+                found.append(Candidate(name, shares, source.places.get(name, ""), source.kind))
         return found
 
 
@@ -389,8 +348,7 @@ def _sample(log: "weakref.ref[MachineLog]", wake: threading.Event) -> None:
         if owner is None or sys.is_finalizing():
             return
         try:
-            if not owner.sample():
-                return
+            owner.read(in_loop=False)
         except Exception:  # Sampling must never disturb the training.
             return
         del owner

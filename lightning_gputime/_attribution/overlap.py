@@ -24,10 +24,8 @@ Floats = npt.NDArray[np.float64]
 
 MIN_STEPS, MIN_SLOW = 50, 5  # Numbers of steps, and of steps with excess, to test anything.
 MIN_SHARE = 0.1  # Candidates with a smaller share of the excess are not reported.
-_FALSE_ALARMS = 0.01  # Probability that any candidate of a run is reported by chance.
-# Number of random placements of the excess, and number of those after which a candidate is dropped
-# if it is clearly not significant.
-_DRAWS, _FIRST_DRAWS = 4999, 499
+FALSE_ALARMS = 0.01  # Probability that any candidate of a run is reported by chance.
+_DRAWS = 9999  # Number of random placements of the excess.
 _MAX_PLACED = 200  # Only this many steps with the largest excess are placed, to bound the time.
 _RESAMPLES = 200  # Number of bootstrap resamples for the interval of a share.
 _QUANTILES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # Possible thresholds of exposure.
@@ -58,7 +56,9 @@ class Attribution:
     p: float  # Probability of this much excess in exposed steps by chance, uncorrected.
 
 
-def attribute(excess_ms: Floats, candidates: Sequence[Candidate]) -> list[Attribution]:
+def attribute(
+    excess_ms: Floats, candidates: Sequence[Candidate], max_false_alarms: float = FALSE_ALARMS
+) -> list[Attribution]:
     """Return the candidates that explain the excess of slow steps, in the order of their discovery.
 
     The shares do not overlap: each candidate is tested on what the candidates before it have left.
@@ -66,6 +66,7 @@ def attribute(excess_ms: Floats, candidates: Sequence[Candidate]) -> list[Attrib
     Args:
         excess_ms: Excess of each step; 0.0 for steps that are not slow.
         candidates: The candidates, the most specific first. Each has a value per step.
+        max_false_alarms: Probability that any candidate is returned by chance.
     """
     found: list[Attribution] = []
     total_ms, n = float(excess_ms.sum()), len(excess_ms)
@@ -84,7 +85,7 @@ def attribute(excess_ms: Floats, candidates: Sequence[Candidate]) -> list[Attrib
         ]
         significant = []
         for rank, (p, index) in enumerate(sorted(tested)):
-            if p * (len(remaining) - rank) > _FALSE_ALARMS:
+            if p * (len(remaining) - rank) > max_false_alarms:
                 break  # Holm's method rejects in order of significance, up to the first failure.
             significant.append((index, p))
         if not significant:
@@ -186,15 +187,9 @@ def _p_value(
     at = np.argsort(excess_ms)[-n_placed:]
     blocks, block = np.unique(at // length, return_inverse=True)
     observed = float(scores[at] @ excess_ms[at])
-    n_larger, p = 0, 1.0
-    for drawn, total in ((_FIRST_DRAWS, _FIRST_DRAWS), (_DRAWS - _FIRST_DRAWS, _DRAWS)):
-        starts = random.integers(0, n, (drawn, len(blocks)))
-        placed = scores[(starts[:, block] + at % length) % n] @ excess_ms[at]
-        n_larger += int(np.count_nonzero(placed >= observed * (1 - 1e-9)))
-        p = (1 + n_larger) / (1 + total)
-        if n_larger > 10:
-            break
-    return p
+    starts = random.integers(0, n, (_DRAWS, len(blocks)))
+    placed = scores[(starts[:, block] + at % length) % n] @ excess_ms[at]
+    return float(1 + np.count_nonzero(placed >= observed * (1 - 1e-9))) / (1 + _DRAWS)
 
 
 def _interval(excess_ms: Floats, split: _Split, random: np.random.Generator) -> tuple[float, float]:

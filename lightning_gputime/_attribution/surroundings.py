@@ -13,12 +13,14 @@ from lightning_gputime._attribution.batch import BatchLog
 from lightning_gputime._attribution.gpu_clock import GPUClock
 from lightning_gputime._attribution.machine import (
     BLOCKED,
+    WAITED,
     Machine,
     MachineLog,
     Threads,
     system_sources,
 )
 from lightning_gputime._attribution.overlap import (
+    FALSE_ALARMS,
     MIN_STEPS,
     Attribution,
     Candidate,
@@ -39,7 +41,8 @@ from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.clock import Clock, HostClock, LoopTime
 
 _NEIGHBORS = 51  # Number of steps whose median is the baseline of the step in their middle.
-_MIN_BLOCKED = 0.3  # Minimum fraction of the time for a thread to be reported as blocking the loop.
+# Minimum fractions of the time for which a thread may block the loop, or the loop waits for a core.
+_MIN_BLOCKED, _MIN_WAITED = 0.3, 0.2
 _MAX_STEPS = 4000  # Number of newest timed steps that are joined.
 _MIN_EXCESS_SHARE = (
     0.02  # Excess as a fraction of the time of steps, from which on to sample often.
@@ -150,70 +153,74 @@ class Surroundings:
         timed = np.array([*self._timed], float).reshape(-1, 5)
         left_ms = self._slow.unexplained_ms()
         excess_ms = np.array([left_ms.get(int(number), 0.0) for number in timed[:, 0]])
-        steps, all_ms, machine_excess_ms = timed[:, 1:4], timed[:, 4], excess_ms
-        candidates = [
-            *self._of_machine(steps, specific=True),
-            *self.batches.candidates(timed[:, 0].astype(int).tolist()),
-            *self._of_machine(steps, specific=False),
-        ]
-        found = []
+        steps, all_ms, searched_ms = timed[:, 1:4], timed[:, 4], excess_ms
+        batches = self.batches.candidates(timed[:, 0].astype(int).tolist())
+        found, max_false_alarms = [], FALSE_ALARMS
         every = np.array([*self._untimed.newest], float).reshape(-1, 3)
         if len(every) > len(timed) and not self._untimed.is_gpu_bound:
-            # Also search the untimed steps. Their batches are unknown.
-            batches = [each for each in candidates if each.kind == "batch"]
-            found += attribute(excess_ms, batches)
+            # Also search the untimed steps. Their batches are unknown, so there are two tests, and
+            # each may have half of the false alarms.
+            max_false_alarms = FALSE_ALARMS / 2
+            found += attribute(excess_ms, batches, max_false_alarms)
+            batches = []
             steps, all_ms = every, (every[:, 2] - every[:, 1]) / 1e6
-            machine_excess_ms = _excess(all_ms)
+            searched_ms = _excess(all_ms)
             # In timed steps, leave out what is explained.
             known = {int(row[1]): ms for row, ms in zip(timed, excess_ms, strict=True)}
             for i, index in enumerate(every[:, 0].astype(int).tolist()):
-                if index in known:
-                    machine_excess_ms[i] = min(machine_excess_ms[i], known[index])
-            candidates = [
-                each for of in (True, False) for each in self._of_machine(steps, specific=of)
-            ]
+                searched_ms[i] = min(searched_ms[i], known.get(index, np.inf))
         if len(steps) < MIN_STEPS:
             return None
-        found += attribute(machine_excess_ms, candidates)
-        blocking = self._blocking_thread(steps)
+        of_machine = self._of_machine(steps)
+        placed = [candidate for candidate in of_machine if candidate.place]
+        others = [candidate for candidate in of_machine if not candidate.place]
+        found += attribute(searched_ms, [*placed, *batches, *others], max_false_alarms)
         missing = tuple(self._machine.missing) if self._machine is not None else ()
-        if not (found or blocking or missing):
+        blocking, waited = self._in_all_steps(steps)
+        if not (found or blocking or waited or missing):
             return None
         return OutsideSummary(
-            n=int(np.count_nonzero(machine_excess_ms)),
+            n=int(np.count_nonzero(searched_ms)),
             steps=len(steps),
-            share=float(machine_excess_ms.sum() / all_ms.sum()),
+            share=float(searched_ms.sum() / all_ms.sum()),
             causes=tuple(map(self._cause, found)),
             not_checked=missing,
             blocking=blocking,
+            core_wait_share=waited,
         )
 
-    def _blocking_thread(self, steps: Any) -> OutsideCause | None:
-        """Return the thread that ran for most of the time in which the loop was blocked."""
+    def _in_all_steps(self, steps: Any) -> tuple[OutsideCause | None, float]:
+        """Return the thread that may block the loop, and the share of time of waits for a core."""
         if self._machine is None:
-            return None
+            return None, 0.0
         found = self._machine.candidates(steps[:, 1], steps[:, 2])
         known = [each for each in found if np.isfinite(each.values).sum() >= MIN_STEPS]
-        shares = {each.name: float(np.nanmean(each.values)) for each in known}
-        threads = [each for each in known if each.kind == Threads.kind and each.name != BLOCKED]
+        shares = {each.name: min(float(np.nanmean(each.values)), 1.0) for each in known}
+        # Without a device, times exclude these waits.
+        waited = shares.get(WAITED, 0.0) if self._runs_ahead else 0.0
+        waited = waited if waited >= _MIN_WAITED else 0.0
+        # If the device sets the pace, the host is blocked while it waits for the device.
+        if self._untimed.is_gpu_bound:
+            return None, waited
+        threads = [each for each in known if each.kind == Threads.kind and _is_cause(each)]
         busiest = max(threads, key=lambda each: shares[each.name], default=None)
         if busiest is None:
-            return None
-        share = min(shares[busiest.name], shares.get(BLOCKED, 0.0), 1.0)
+            return None, waited
+        # The loop may have been blocked by something else, or at other times.
+        share = min(shares[busiest.name], shares.get(BLOCKED, 0.0))
         if share < _MIN_BLOCKED:
-            return None
-        return OutsideCause("thread", busiest.name, busiest.place, share, share, share, 1.0)
+            return None, waited
+        return OutsideCause("thread", busiest.name, busiest.place, share, 0.0, share, 1.0), waited
 
-    def _of_machine(self, steps: Any, *, specific: bool) -> list[Candidate]:
-        """Return candidates with or without a place, given index, start and end of each step."""
+    def _of_machine(self, steps: Any) -> list[Candidate]:
+        """Return what ran next to steps, given index, start and end of each."""
         if self._machine is None or not len(steps):
             return []
         ends = steps[:, 2].copy()
         if self._runs_ahead:
             follows = np.diff(steps[:, 0]) == 1
             ends[:-1] = np.where(follows, ends[1:], ends[:-1])
-        found = self._machine.candidates(steps[:, 1], ends)
-        return [each for each in found if bool(each.place) == specific and each.name != BLOCKED]
+        return [*filter(_is_cause, self._machine.candidates(steps[:, 1], ends))]
 
     def _cause(self, found: Attribution) -> OutsideCause:
         candidate = found.candidate
@@ -233,12 +240,15 @@ class Surroundings:
         is_after = timed[:, 0] >= slowdown.since_step
         if slowdown.kind != "jump" or min(is_after.sum(), (~is_after).sum()) < MIN_STEPS:
             return ""
-        candidates = [
-            *self._of_machine(timed[:, 1:4], specific=True),
-            *self.batches.candidates(timed[:, 0].astype(int).tolist()),
-        ]
+        batches = self.batches.candidates(timed[:, 0].astype(int).tolist())
+        of_machine = [each for each in self._of_machine(timed[:, 1:4]) if each.place]
+        candidates = [*of_machine, *batches]
         changes = (_change_of(candidate, is_after) for candidate in candidates)
         return next(filter(None, changes), "")
+
+
+def _is_cause(candidate: Candidate) -> bool:
+    return candidate.name not in (BLOCKED, WAITED)
 
 
 def _excess(all_ms: Any) -> Any:

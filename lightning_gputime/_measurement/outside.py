@@ -51,42 +51,48 @@ class OutsideSummary:
     share: float  # Excess as a fraction of the time of these steps, from 0 to 1.
     causes: tuple[OutsideCause, ...] = ()
     not_checked: tuple[str, ...] = ()  # Sources of causes that this system does not have.
-    # Another Python thread that runs in most steps, slow or not, while the loop is blocked. Its
-    # share is the smaller of both, as a fraction of the time of all steps.
+    # Another Python thread that runs in most steps, slow or not. Its share is the largest fraction
+    # of the time of all steps for which it may have blocked the loop.
     blocking: OutsideCause | None = None
+    # Fraction of the time in which the loop's thread waited for a CPU core; 0 if small, and without
+    # an accelerator, where times exclude these waits.
+    core_wait_share: float = 0.0
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What coincides with slow steps, and which thread may block all steps."""
-        blocking = ""
+        """What coincides with slow steps, and what may slow down all steps."""
+        found = []
         if self.blocking is not None:
-            blocking = (
-                f"the loop was blocked for {percent(self.blocking.share)} of the time or more while"
-                f" {self.blocking} ran: only one thread at a time runs Python code"
+            found.append(
+                f"{self.blocking} may block the loop for up to {percent(self.blocking.share)} of"
+                " the time: only one thread at a time runs Python code"
             )
-        return blocking, self._coincidence
-
-    @property
-    def _coincidence(self) -> str:
-        if not self.causes:
-            if self.share < 0.05 or not self.not_checked:
-                return ""
-            return f"causes of slow steps that were not checked: {', '.join(self.not_checked)}"
-        parts = [f"{cause.percent} with {cause}" for cause in self.causes]
-        return (
-            f"{self.n:,} of {self.steps:,} steps were slow without a cause in the loop's code"
-            f" ({percent(self.share)} of the time); this coincides to {', '.join(parts)}"
-        )
+        if self.causes:
+            parts = [f"{cause.percent} with {cause}" for cause in self.causes]
+            found.append(
+                f"{self.n:,} of {self.steps:,} steps were slow without a cause in the loop's code"
+                f" ({percent(self.share)} of the time); this coincides to {', '.join(parts)}"
+            )
+        elif self.share >= 0.05 and self.not_checked:
+            found.append(f"causes of slow steps not checked: {', '.join(self.not_checked)}")
+        return tuple(found)
 
 
 def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[str, str]]:
     """Yield code and text of the advice on causes outside of the loop."""
-    if summary is not None and summary.blocking is not None:
-        percentage = f"{100 * summary.blocking.share:.0f} %"
-        because = f"the loop was blocked for {percentage} of the time or more while it ran"
+    if summary is None:
+        return
+    if summary.core_wait_share:
+        yield (
+            "busy_cores",
+            "run fewer threads, workers and other processes: the loop's thread waited"
+            f" {percent(summary.core_wait_share)} of the time for a CPU core",
+        )
+    if summary.blocking is not None:
+        because = f"it may block the loop for up to {percent(summary.blocking.share)} of the time"
         yield "busy_thread", f"move the work of {summary.blocking} to a process: {because}"
-    for cause in summary.causes if summary is not None else ():
-        if summary is None or cause.share * summary.share < _MIN_ADVICE_SHARE:
+    for cause in summary.causes:
+        if cause.share * summary.share < _MIN_ADVICE_SHARE:
             continue
         because = f"it coincides with {cause.percent} of the unexplained excess of slow steps"
         if cause.kind == "thread":

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -316,39 +315,6 @@ def device_of(model: nn.Module) -> torch.device:
     if found := on_accelerator or devices:
         return found[0]
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-class ThreadTimes:
-    """CPU time of all Python threads since this object was created in the training thread."""
-
-    def __init__(self) -> None:
-        self._loop_id = threading.get_native_id()
-        self._since_ns = time.perf_counter_ns()
-        # Times of each thread at the start. A thread that starts later has no entry.
-        ids = [thread.native_id for thread in threading.enumerate()]
-        self._start = {native_id: core_times(native_id) for native_id in ids}
-
-    def core_wait_share(self) -> float:
-        """Return the share of time that the training thread waits for a core; 0 if unknown."""
-        return self._shares_of(self._loop_id)[1]
-
-    def busiest_other(self) -> tuple[str, float]:
-        """Return the name of the busiest other thread, or "", and the share of time it runs."""
-        shares = {
-            thread.name: self._shares_of(thread.native_id)[0]
-            for thread in threading.enumerate()
-            if thread.native_id not in (None, self._loop_id)
-            and not any(part in thread.name for part in IGNORED_THREADS)
-        }
-        return max(shares.items(), key=lambda item: item[1], default=("", 0.0))
-
-    def _shares_of(self, native_id: int | None) -> tuple[float, float]:
-        """Return the fractions of the time that a thread runs, and waits for a CPU core."""
-        passed_ns = time.perf_counter_ns() - self._since_ns
-        start, end = self._start.get(native_id, (0, 0)), core_times(native_id)
-        if passed_ns < 2e9 or start is None or end is None:
-            return 0.0, 0.0
-        return (end[0] - start[0]) / passed_ns, (end[1] - start[1]) / passed_ns
 
 
 def core_times(native_id: int | None) -> tuple[int, int] | None:

@@ -29,11 +29,9 @@ from lightning_gputime._instrumentation.loop import (
 )
 from lightning_gputime._instrumentation.work import device_name
 from lightning_gputime._measurement.measurement import CostlySetting, Environment, TrainingSetup
-from lightning_gputime._measurement.units import percent
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._phases import BACKWARD, CALLBACKS
-from lightning_gputime._record.clock import ThreadTimes
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -41,9 +39,7 @@ _CONVOLUTIONS = (
 )
 _FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer can tell.
 _AMPERE = (8, 0)  # The first compute capability of CUDA with TF32 and fast bfloat16.
-_MIN_CORE_WAIT = 0.2  # Shorter waits for a CPU core, as a fraction of the time, are not reported.
 _MAX_NAMES = 3  # Number of modules to name.
-_MIN_THREAD = 0.3  # Other Python threads that run a smaller fraction of the time are ignored.
 
 
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
@@ -205,18 +201,16 @@ class CostlySettings:
     environment: Environment = field(default_factory=Environment)
     logging: str = ""  # Option that makes the trainer log every step; empty if none.
     has_convolutions: bool = False
-    threads: ThreadTimes | None = None  # CPU time of the Python threads; None if not measured.
     # Modules and parameters that have gradients, and that no optimizer has updated.
     not_updated: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, environment: Environment, loop: Loop, threads: ThreadTimes | None = None) -> Self:
+    def of(cls, environment: Environment, loop: Loop) -> Self:
         modules = [*nn.Module.modules(loop.called)]
         return cls(
             environment=environment,
             logging=loop.every_step_log,
             has_convolutions=any(isinstance(module, _CONVOLUTIONS) for module in modules),
-            threads=threads,
         )
 
     def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
@@ -253,24 +247,6 @@ class CostlySettings:
                 f"{threads} threads of torch may cost time in every operation on {cores} CPU cores:"
                 f" call torch.set_num_threads({cores}), or set OMP_NUM_THREADS={cores}",
             )
-        if self.threads is not None:
-            # On a CPU, all times exclude these waits; see `LoopTime`.
-            share = 0.0 if device_type == "cpu" else self.threads.core_wait_share()
-            if cores is not None and share >= _MIN_CORE_WAIT:
-                yield CostlySetting(
-                    "busy_cores",
-                    f"busy CPU cores may cost time in all phases: the loop's thread waited"
-                    f" {percent(share)} of the time for one of {cores} CPU cores; run fewer"
-                    " threads, workers and other processes",
-                )
-            thread, share = self.threads.busiest_other()
-            if share >= _MIN_THREAD:
-                yield CostlySetting(
-                    "busy_thread",
-                    f"the Python thread `{thread}` may cost time in all phases: it ran"
-                    f" {percent(share)} of the time, and only one thread at a time runs Python"
-                    " code; move its work to a process",
-                )
         if torch.is_anomaly_enabled():
             yield CostlySetting(
                 "detect_anomaly",
