@@ -1,7 +1,7 @@
 """Check which causes outside of the loop's code a timer names, on planted causes.
 
-    python benchmarks/outside.py --device cpu --only thread --rounds 2
-    python benchmarks/outside.py --device cuda --json benchmarks/results/outside.json
+    python benchmarks/outside.py --device cpu --only "plain: control" --rounds 2
+    python benchmarks/outside.py --device cuda --out benchmarks/results/outside.json
 
 Each cause is planted in a plain loop and under Lightning, with default options. A control plants
 nothing. The true share is that of the excess of slow steps, on the host's clock and without a
@@ -12,7 +12,6 @@ timer: one minus the excess without the cause divided by the excess with it.
 - false: another cause is named; in a control, any cause
 """
 
-import argparse
 import gc
 import logging
 import queue
@@ -25,15 +24,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from models import bare_trainer
-from record import environment, save
+from record import environment, new_parser, save
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -48,19 +47,14 @@ while time.time() - t < 3: x @ x; torch.cuda.synchronize()
 """
 
 
-@dataclass
 class Plant:
     """State of a planted cause while a loop runs."""
 
-    folder: str
-    model: nn.Module
-    is_on: threading.Event = field(default_factory=threading.Event)
-    is_done: threading.Event = field(default_factory=threading.Event)
-    messages: Any = field(default_factory=queue.Queue)
-    processes: list[Any] = field(default_factory=list)
-
-    def thread(self, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, daemon=True).start()
+    def __init__(self, folder: str, model: nn.Module) -> None:
+        self.folder, self.model = folder, model
+        self.is_on, self.is_done = threading.Event(), threading.Event()
+        self.messages = queue.Queue[Any]()
+        self.processes = list[Any]()
 
     def spin_in_python(self) -> None:
         while not self.is_done.is_set():
@@ -81,9 +75,6 @@ class Plant:
         for copy in range(20):
             torch.save(state, f"{self.folder}/{copy}.pt")
             sum(i * i for i in range(200_000))
-
-    def run(self, *command: str) -> None:
-        self.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
 
     def end(self) -> None:
         self.is_done.set()
@@ -113,7 +104,8 @@ def start(*command: str) -> Callable[[Plant, int], None]:
 
     def each(plant: Plant, step: int) -> None:
         if step % 300 == 100:
-            plant.run(*(part.format(folder=plant.folder) for part in command))
+            words = [part.format(folder=plant.folder) for part in command]
+            plant.processes.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
 
     return each
 
@@ -130,27 +122,20 @@ def make_garbage(plant: Plant, step: int) -> None:
         del lists
 
 
-def do_nothing(plant: Plant, step: int) -> None:
-    pass
-
-
-def alike(step: int) -> int:
-    return 64
-
-
-def rarely_long(step: int) -> int:
-    return 512 if step * 7919 % 12 == 3 else 64
-
-
 @dataclass(frozen=True)
 class Case:
     """A planted cause, and a pattern of the text that names it; empty for the control."""
 
     pattern: str
-    each: Callable[[Plant, int], None] = do_nothing
+    each: Callable[[Plant, int], None] = lambda plant, step: None
     thread: str = ""  # Method of `Plant` that runs in a thread.
-    rows: Callable[[int], int] = alike
+    long_batches: bool = False  # True if 1 of 12 batches is 8 times as long as the others.
     needs_gpu: bool = False
+
+    def batches(self, device: str, steps: int) -> Iterator[dict[str, Tensor]]:
+        for step in range(steps):
+            rows = 512 if self.long_batches and step * 7919 % 12 == 3 else 64
+            yield {"input_ids": torch.zeros(rows, 16, dtype=torch.long, device=device)}
 
 
 DD = ("dd", "if=/dev/zero", "of={folder}/large", "bs=1M", "count=2000", "conv=fsync")
@@ -162,7 +147,7 @@ CASES = {
     "dd of a large file": Case("`dd`|storage", start(*DD)),
     "process on the GPU": Case("GPU", start(sys.executable, "-c", BUSY_GPU), needs_gpu=True),
     "process on the cores": Case("python|core", start(sys.executable, "-c", BUSY)),
-    "long batches": Case("tokens|elements", rows=rarely_long),
+    "long batches": Case("tokens|elements", long_batches=True),
     "garbage": Case("garbage collection", make_garbage),
     "logger's thread": Case("write_log", log_in_thread, "write_log"),
 }
@@ -170,20 +155,13 @@ CASES = {
 clock that falls, which needs a GPU with a power limit."""
 
 
-def batches(case: Case, device: str, steps: int) -> Iterator[dict[str, Tensor]]:
-    for step in range(steps):
-        yield {"input_ids": torch.zeros(case.rows(step), 16, dtype=torch.long, device=device)}
-
-
 class Task(pl.LightningModule):
     """The model, its optimizer, and the planted cause. Also used without Lightning."""
 
     def __init__(self, after: Callable[[int], None], width: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            *(nn.Embedding(8, width), nn.Linear(width, 4 * width)),
-            *(nn.ReLU(), nn.Linear(4 * width, width)),
-        )
+        layers = nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)
+        self.net = nn.Sequential(nn.Embedding(8, width), *layers)
         self.after, self.ended_s = after, list[float]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -203,7 +181,7 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
         task = Task(lambda step: case.each(plant, step), width).to(device)
         plant = Plant(folder, task)
         if case.thread:
-            plant.thread(getattr(plant, case.thread))
+            threading.Thread(target=getattr(plant, case.thread), daemon=True).start()
         timer: Any = None
         try:
             if front == "lightning":
@@ -211,11 +189,11 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
                 accelerator = "gpu" if device == "cuda" else "cpu"
                 callbacks = [timer] if timer else []
                 trainer = bare_trainer(accelerator=accelerator, max_epochs=1, callbacks=callbacks)
-                trainer.fit(task, batches(case, device, steps))
+                trainer.fit(task, case.batches(device, steps))
             else:
                 optimizer = task.configure_optimizers()
                 timer = GPUPhaseHooks(task.net, optimizer) if timed else None
-                loader = batches(case, device, steps)
+                loader = case.batches(device, steps)
                 with timer or nullcontext():
                     for step, batch in enumerate(timer.steps(loader) if timer else loader):
                         task.training_step(batch, step).backward()
@@ -228,14 +206,12 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
 
 def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
     """Return the causes that the timer names, and which checks passed."""
-    clean_ms, planted_ms = (
-        _excess(run(each, front, device, steps, timed=False)[1]).sum() for each in (Case(""), case)
-    )
+    clean_ms = _excess(run(Case(""), front, device, steps, timed=False)[1]).sum()
+    planted_ms = _excess(run(case, front, device, steps, timed=False)[1]).sum()
     summary, _ = run(case, front, device, steps, timed=True)
     outside = summary.measurement.outside
-    causes = [(str(cause), cause.share) for cause in (outside.causes if outside else ())]
-    if outside is not None and outside.blocking is not None:
-        causes.append((str(outside.blocking), outside.blocking.share))
+    found = [*outside.causes, *filter(None, [outside.blocking])] if outside else []
+    causes = [(str(cause), cause.share) for cause in found]
     if summary.slow is not None:
         shares = summary.slow.cause_shares.items()
         causes += [(name, share / summary.slow.share) for name, share in shares if share >= 0.02]
@@ -244,48 +220,39 @@ def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
     checks = {"false": len(causes) > len(matched)}
     if case.pattern:
         checks |= {"named": bool(matched), "share": abs(sum(matched) - truth) <= TOLERANCE}
-    return {
-        "causes": [f"{share:.2f} {text}" for text, share in causes],
-        "true": round(truth, 2),
-        **checks,
-    }
+    shown = [f"{share:.2f} {text}" for text, share in causes]
+    return {"causes": shown, "true": round(truth, 2), **checks}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--only", default="", help="causes with this in the name")
-    parser.add_argument("--front", choices=("plain", "lightning"), help="only this front end")
+    parser = new_parser(__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--only", default="", help="runs with this in the name, such as 'plain'")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rounds", type=int, default=1, help="number of runs of each cause")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
-    names = [name for name in CASES if arguments.only in name]
-    if arguments.device == "cpu":
-        names = [name for name in names if not CASES[name].needs_gpu]
+    device = arguments.device
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for logger in ("lightning.pytorch", "lightning_gputime"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     rows: dict[str, Any] = {}
-    for name in names:
-        for front in [arguments.front] if arguments.front else ["plain", "lightning"]:
-            for round_ in range(arguments.rounds):
-                row = check(CASES[name], front, arguments.device, arguments.steps)
-                rows[f"{front}: {name}, {round_}"] = row
-                print(f"{front}: {name}", row, flush=True)
+    for front, (name, case) in product(("plain", "lightning"), CASES.items()):
+        if arguments.only not in f"{front}: {name}" or (case.needs_gpu and device == "cpu"):
+            continue
+        for round_ in range(arguments.rounds):
+            row = check(case, front, device, arguments.steps)
+            rows[f"{front}: {name}, {round_}"] = row
+            print(f"{front}: {name}", row, flush=True)
     counts = {
         key: f"{sum(row[key] for row in rows.values() if key in row)}"
         f" of {sum(key in row for row in rows.values())}"
         for key in ("named", "share", "false")
     }
     print(counts)
-    if arguments.json:
-        header = environment(*["gpu"] * torch.cuda.is_available(), "host", "python", "command")
-        save(arguments.json, {**header, **counts, "rows": rows})
+    header = environment(*["gpu"] * torch.cuda.is_available(), "host", "python", "command")
+    save(arguments.out, {**header, **counts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -14,7 +14,6 @@ from lightning_gputime._attribution.gpu_clock import GPUClock
 from lightning_gputime._attribution.machine import (
     BLOCKED,
     WAITED,
-    Machine,
     MachineLog,
     Threads,
     system_sources,
@@ -52,8 +51,6 @@ _MIN_EXCESS_SHARE = (
 _MIN_ORDERED, _MAX_DISTANCE = 0.97, 0.05
 _MIN_GROWTH = 0.1  # Minimum change of a value at a slowdown, as a fraction of the value.
 
-Sources = Mapping[str, Callable[[], Machine]]
-
 
 class Surroundings:
     """What ran next to the steps of a session, and what was in the batches of timed steps.
@@ -65,7 +62,6 @@ class Surroundings:
         wall_clock: Counts the time of all steps.
         slow: Log of slow steps.
         untimed: Durations of all steps if only some are timed.
-        sources: Sources of the machine; by default those of the system.
     """
 
     def __init__(
@@ -74,7 +70,6 @@ class Surroundings:
         wall_clock: WallClock,
         slow: SlowLog,
         untimed: UntimedSteps,
-        sources: Sources | None = None,
     ) -> None:
         self._slow, self._untimed = slow, untimed
         self._wall_clock = wall_clock
@@ -82,13 +77,11 @@ class Surroundings:
         self.batches, self.gpu = BatchLog(), GPUClock(clock)
         # On a device, a delay of the host may appear in the step after it.
         self._runs_ahead = not isinstance(clock, HostClock)
-        if sources is None:
-            # Nothing on the machine can be compared with a simulated clock.
-            is_real = clock.host_ns is time.perf_counter_ns or isinstance(clock.host_ns, LoopTime)
-            device: Any = getattr(clock, "device", None)
-            is_cuda = device is not None and device.type == "cuda"
-            sources = system_sources((device.index or 0) if is_cuda else None) if is_real else {}
-        self._sources: Sources = sources
+        # Nothing on the machine can be compared with a simulated clock.
+        is_real = clock.host_ns is time.perf_counter_ns or isinstance(clock.host_ns, LoopTime)
+        device: Any = getattr(clock, "device", None)
+        gpu = (device.index or 0) if device is not None and device.type == "cuda" else None
+        self._sources = system_sources(gpu) if is_real else {}
         self._machine: MachineLog | None = None
         # Number, index, start and end of each timed step, and its time (in milliseconds).
         self._timed: deque[tuple[int, int, int, int, float]] = deque(maxlen=_MAX_STEPS)
