@@ -1,6 +1,5 @@
 """Check which causes outside of the loop's code a timer names, on planted causes.
 
-    python benchmarks/outside.py --device cpu --only "plain: control" --rounds 2
     python benchmarks/outside.py --device cuda --out benchmarks/results/outside.json
 
 Each cause is planted in a plain loop and under Lightning, with default options. A control plants
@@ -78,7 +77,6 @@ class Plant:
 
     def end(self) -> None:
         self.is_done.set()
-        self.is_on.set()
         self.messages.put(None)
         for process in self.processes:
             process.kill()
@@ -99,11 +97,9 @@ def save_in_thread(plant: Plant, step: int) -> None:
         threading.Thread(target=plant.save, args=(state,)).start()
 
 
-def start(*command: str) -> Callable[[Plant, int], None]:
-    """Return a function that runs a command every 300 steps."""
-
+def spawn(*command: str) -> Callable[[Plant, int], None]:
     def each(plant: Plant, step: int) -> None:
-        if step % 300 == 100:
+        if step % 300 == 100:  # 5 times in a run.
             words = [part.format(folder=plant.folder) for part in command]
             plant.processes.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
 
@@ -117,9 +113,8 @@ def log_in_thread(plant: Plant, step: int) -> None:
 
 def make_garbage(plant: Plant, step: int) -> None:
     if step % 40 == 7:
-        lists = [[number] for number in range(200_000)]
+        lists = [[number] for number in range(200_000)]  # noqa: F841 - they live until the end
         gc.collect()
-        del lists
 
 
 @dataclass(frozen=True)
@@ -144,9 +139,9 @@ CASES = {
     "spinning Python thread": Case("spin_in_python", in_bursts, "spin_in_python"),
     "thread in NumPy": Case("sort_in_numpy", in_bursts, "sort_in_numpy"),
     "asynchronous save": Case("save", save_in_thread),
-    "dd of a large file": Case("`dd`|storage", start(*DD)),
-    "process on the GPU": Case("GPU", start(sys.executable, "-c", BUSY_GPU), needs_gpu=True),
-    "process on the cores": Case("python|core", start(sys.executable, "-c", BUSY)),
+    "dd of a large file": Case("`dd`|storage", spawn(*DD)),
+    "process on the GPU": Case("GPU", spawn(sys.executable, "-c", BUSY_GPU), needs_gpu=True),
+    "process on the cores": Case("python|core", spawn(sys.executable, "-c", BUSY)),
     "long batches": Case("tokens|elements", long_batches=True),
     "garbage": Case("garbage collection", make_garbage),
     "logger's thread": Case("write_log", log_in_thread, "write_log"),
@@ -187,9 +182,8 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
             if front == "lightning":
                 timer = GPUPhaseTimer(print_summary=False) if timed else None
                 accelerator = "gpu" if device == "cuda" else "cpu"
-                callbacks = [timer] if timer else []
-                trainer = bare_trainer(accelerator=accelerator, max_epochs=1, callbacks=callbacks)
-                trainer.fit(task, case.batches(device, steps))
+                options = {"accelerator": accelerator, "callbacks": [timer] if timer else []}
+                bare_trainer(max_epochs=1, **options).fit(task, case.batches(device, steps))
             else:
                 optimizer = task.configure_optimizers()
                 timer = GPUPhaseHooks(task.net, optimizer) if timed else None
@@ -220,8 +214,7 @@ def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
     checks = {"false": len(causes) > len(matched)}
     if case.pattern:
         checks |= {"named": bool(matched), "share": abs(sum(matched) - truth) <= TOLERANCE}
-    shown = [f"{share:.2f} {text}" for text, share in causes]
-    return {"causes": shown, "true": round(truth, 2), **checks}
+    return {"causes": [f"{s:.2f} {text}" for text, s in causes], "true": round(truth, 2), **checks}
 
 
 def main() -> None:
@@ -235,8 +228,7 @@ def main() -> None:
     device = arguments.device
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for logger in ("lightning.pytorch", "lightning_gputime"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     rows: dict[str, Any] = {}
     for front, (name, case) in product(("plain", "lightning"), CASES.items()):
         if arguments.only not in f"{front}: {name}" or (case.needs_gpu and device == "cpu"):
@@ -245,11 +237,10 @@ def main() -> None:
             row = check(case, front, device, arguments.steps)
             rows[f"{front}: {name}, {round_}"] = row
             print(f"{front}: {name}", row, flush=True)
-    counts = {
-        key: f"{sum(row[key] for row in rows.values() if key in row)}"
-        f" of {sum(key in row for row in rows.values())}"
-        for key in ("named", "share", "false")
-    }
+    counts = {}
+    for key in ("named", "share", "false"):
+        passed = [row[key] for row in rows.values() if key in row]
+        counts[key] = f"{sum(passed)} of {len(passed)}"
     print(counts)
     header = environment(*["gpu"] * torch.cuda.is_available(), "host", "python", "command")
     save(arguments.out, {**header, **counts, "rows": rows})

@@ -142,7 +142,6 @@ class Processes(Machine):
     def _search(self) -> None:
         """Find the processes that have become busy since the last search."""
         start_s, before = time.perf_counter(), self._ticks
-        elapsed_s = start_s - self._searched_s if self._searched_s else 0.0
         found: dict[int, float] = {}
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != self._pid:
@@ -151,8 +150,9 @@ class Processes(Machine):
         self._busy = [
             pid
             for pid, seconds in found.items()
-            # A process that is new may have used all of its time since the last search.
-            if elapsed_s and seconds - before.get(pid, 0.0) >= _MIN_BUSY * elapsed_s
+            # A process that is new may have used all of its time since the last search; at first,
+            # since the start of the system.
+            if seconds - before.get(pid, 0.0) >= _MIN_BUSY * (start_s - self._searched_s)
         ]
         self._ticks, self._searched_s = found, time.perf_counter()
         self._search_s = self._searched_s - start_s
