@@ -64,16 +64,11 @@ class BatchLog:
         self.open = None
 
     @property
-    def padding_share(self) -> float:
-        """Fraction of the tokens that is padding; 0 if unknown."""
-        known = [content for _, content in [*self.steps] if content.used]
-        tokens = sum(content.tokens for content in known)
-        return 1.0 - sum(content.used for content in known) / tokens if tokens else 0.0
-
-    @property
     def padding(self) -> str:
         """The share of padding as part of a sentence; empty if it is small or unknown."""
-        share = self.padding_share
+        known = [content for _, content in [*self.steps] if content.used]
+        tokens = sum(content.tokens for content in known)
+        share = 1.0 - sum(content.used for content in known) / tokens if tokens else 0.0
         return f"{100 * share:.0f} % of the tokens are padding" if share >= _MIN_PADDING else ""
 
     def candidates(self, numbers: Sequence[int]) -> list[Candidate]:
