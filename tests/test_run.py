@@ -669,7 +669,8 @@ def test_run_compares_the_ranks_of_a_plain_loop(run: Runner) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "train.py")
     _, err = run(LATE_RANK, *RUN, *torchrun)
     assert "straggler-bound: `the straggler` takes" in err
-    assert "speed up rank 1 in `data`: all other ranks wait for it" in err
+    # The line that sleeps.
+    assert "speed up rank 1 in `train.py:10`: all other ranks wait for it" in err
 
 
 FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}
