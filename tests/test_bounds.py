@@ -1,13 +1,16 @@
 """Bounds on the events of steps that never end, and on what unused timers keep."""
 
 import gc
+import io
 import os
 import pickle
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +200,31 @@ def test_other_threads_read_a_timer_while_one_trains(tmp_path: Path) -> None:
         waits.append(loop.gpu.waits)
     # Readers do not change the waits of the training thread.
     assert waits[0] == waits[1]
+
+
+class Queues(pickle.Pickler):
+    """Keeps each queue that it pickles."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, deque):
+            self.found = [*vars(self).get("found", []), (value, [*value])]
+        return NotImplemented
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 5])
+def test_steps_change_nothing_that_a_copy_of_the_timer_reads(
+    loop: Loop, every_n_steps: int
+) -> None:
+    # Otherwise a copy in another thread could fail.
+    with hooks(loop, every_n_steps=every_n_steps) as timer:
+        loop.train_all(timer.steps(loop.batches(200)))
+        timer.summary()
+        queues = Queues(io.BytesIO())
+        queues.dump(timer)
+        loop.train_all(timer.steps(loop.batches(200)))
+        timer.flush()
+    assert len(queues.found) > 5
+    assert all([*queue] == before for queue, before in queues.found)
 
 
 def test_flush_in_another_thread_reads_nothing_while_the_loop_runs(loop: Loop) -> None:

@@ -34,6 +34,10 @@ class BatchLog:
         self.steps: deque[tuple[int, Content]] = deque(maxlen=_MAX_STEPS)
         """Number and content of each step."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another thread may copy the timer while steps are added.
+        return {**self.__dict__, "steps": self.steps.copy()}
+
     def add(self, batch: Any) -> None:
         """Add a batch of the open step. It may be of any type, and is not kept."""
         found = self.open or Content()

@@ -92,8 +92,9 @@ class Surroundings:
         # A copy has no thread, no clock, and no sources that name threads of this process. It keeps
         # the summary so far.
         cleared: dict[str, Any] = {"_machine": None, "_sources": {}, "_host_ns": None}
-        cleared |= {"_timed": self._timed.copy(), "_cached": (None, self._summary())}
-        return {**self.__dict__, **cleared}
+        cleared |= {"_slow": None, "_untimed": None, "_wall_clock": None}
+        kept = {"_timed": self._timed.copy(), "_cached": (None, self._summary())}
+        return {**self.__dict__, **cleared, **kept}
 
     def steps_read(self, read: ReadSteps) -> None:
         """Add timed steps. Call it in the thread of the loop."""

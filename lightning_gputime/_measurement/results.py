@@ -112,7 +112,7 @@ class Results:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             # `ddp_spawn` pickles callbacks, and a lock cannot be pickled.
-            copied = {"_steps": copy(self._steps), "_lock": None}
+            copied = {"_steps": copy(self._steps), "untimed": copy(self.untimed), "_lock": None}
         return {**self.__dict__, **copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from copy import copy, deepcopy
 from itertools import pairwise
 from operator import attrgetter
 from statistics import median
@@ -207,6 +208,12 @@ class UntimedSteps:
         self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
         # Consecutive timed steps of a stratum, to which further steps may be added.
         self._open_stratum, self._open_steps = 0, list[StepRecord]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # `copy.copy` calls this, too. A copy must not change while steps are added.
+        changing = ("_strata_of_timed", "ends_ns", "_restarts", "_left_out", "newest", "_read")
+        state = {**self.__dict__, **{name: copy(vars(self)[name]) for name in changing}}
+        return {**state, **deepcopy({name: state[name] for name in ("_step_lengths", "_strata")})}
 
     # `now_ns` is the time of all steps so far, without pauses and evaluations.
 

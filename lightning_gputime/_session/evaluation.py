@@ -53,7 +53,7 @@ class Evaluations:
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled.
-        return {**self.__dict__, "_running": None}
+        return {**self.__dict__, "_running": None, "means": self.means.copy()}
 
     @property
     def is_running(self) -> bool:
