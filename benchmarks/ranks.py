@@ -39,7 +39,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary, StepTimes
-from lightning_gputime._measurement.ranks import BatchMeans, LineTime, RankTotals, compare
+from lightning_gputime._measurement.ranks import (
+    BatchContent,
+    BatchMeans,
+    LineTime,
+    RankTotals,
+    compare,
+)
 from lightning_gputime._session.ranks import Exchange, encode
 
 STRAGGLER, LAYERS = 1, 8
@@ -489,6 +495,7 @@ def simulate(n_ranks: int) -> dict[str, Any]:
             local.deviation_ms,
             dict.fromkeys(PHASES, 0.25),
             lines,
+            BatchContent("tokens", round(chance.uniform(8000, 8200), 1)),
             local.windows,
         )
 

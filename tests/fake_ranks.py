@@ -161,12 +161,13 @@ def train_ranks(
     bodies: Sequence[Callable[[Loop, Tensor], object]],
     n: int = 40,
     of_ranks: Mapping[int, Mapping[str, Any]] | None = None,
+    samples: Mapping[int, int] | None = None,
     **options: Any,
 ) -> GPUPhaseHooks:
     """Train a rank with each body, one after the other, and return the timer of rank zero.
 
     Each has its own fake GPU, and they exchange their times through a real store. `of_ranks` are
-    options of some of the ranks.
+    options of some of the ranks, and `samples` are the numbers of samples in their batches.
     """
     store = HashStore()
     for rank, body in [*enumerate(bodies)][::-1]:
@@ -175,7 +176,9 @@ def train_ranks(
         loop = Loop(FakeGPU())
         given = {"lines": True, "every_n_steps": 1, **options, **(of_ranks or {}).get(rank, {})}
         with hooks(loop, **given) as timer:
-            for number, x in enumerate(timer.steps(loop.batches(n))):
+            n_samples = (samples or {}).get(rank, 1)
+            batches = (x.expand(n_samples, -1) for x in loop.batches(n))
+            for number, x in enumerate(timer.steps(batches)):
                 loop.number = number
                 body(loop, x)
     return timer

@@ -719,6 +719,8 @@ def test_every_bottleneck_has_advice(entry: str) -> None:
 STRAGGLER = RankSummary({}, (0, 1), straggler=1, phase="data", excess_ms=6.0)
 SUSPECT = replace(STRAGGLER, straggler=None, phase="forward", suspect=1, error_ms=2.0)
 IS_STRAGGLER = "speed up rank 1 in `data`: all other ranks wait for it"
+MORE_TOKENS = replace(STRAGGLER, batch="1.6 times the tokens of the others (16 and 10 per step)")
+IS_UNBALANCED = f"balance the batches: rank 1, for which the others wait, has {MORE_TOKENS.batch}"
 IS_SUSPECT = (
     "rank 1 may cause this wait: it takes 6 ms ± 2 ms longer per step than the others, in"
     " `forward`; time more steps to be certain"
@@ -729,9 +731,10 @@ IS_SUSPECT = (
     ("ranks", "code", "entry", "end", "text"),
     [
         (STRAGGLER, "straggler-bound", "the straggler", "", IS_STRAGGLER),
+        (MORE_TOKENS, "straggler-bound", "the straggler", "", IS_UNBALANCED),
         (SUSPECT, "communication-bound", "communication", "; rank 1 may be the cause", IS_SUSPECT),
     ],
-    ids=["straggler", "suspected straggler"],
+    ids=["straggler", "more tokens", "suspected straggler"],
 )
 def test_straggler_or_suspected_straggler_is_named(
     ranks: RankSummary, code: str, entry: str, end: str, text: str

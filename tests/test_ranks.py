@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime import GPUPhaseHooks, load
 from lightning_gputime._measurement.ranks import (
+    BatchContent,
     BatchMeans,
     LineTime,
     PhaseTotals,
@@ -348,6 +349,14 @@ def test_ranks_without_lines_compare_phases(
     assert ranks.sentence == f"rank 1 is 12 ms per step {SLOWER} other"
 
 
+def test_larger_batches_of_the_straggler_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = train_ranks(monkeypatch, [usual, attends, usual], samples={1: 4})
+    ranks = timer.summary().ranks
+    assert ranks is not None
+    assert ranks.batch == "4.0 times the elements of the others (8 and 2 per step)"
+    assert ranks.notes[0] == f"rank 1 has {ranks.batch}"
+
+
 def slow_host(loop: Loop, x: Tensor) -> None:
     host_bound(loop, x, 2.0)
 
@@ -453,6 +462,30 @@ def test_factor_is_named_instead_of_the_longest_of_lines_that_are_all_longer() -
         "rank 2 is 3 ms per step slower than the median of the others, because its GPU needs 1.2"
         " times as long for every line: its clocks are lower, or its batches larger"
     )
+
+
+USUAL_BATCH = BatchContent("tokens", 1024.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        (BatchContent("tokens", 1638.4), "1.6 times the tokens of the others (1,638 and 1,024"),
+        (BatchContent("tokens", 1229.0), "1.2 times the tokens of the others (1,229 and 1,024"),
+        # The rank needs 1.25 times as long.
+        (BatchContent("tokens", 1126.0), ""),
+        (BatchContent("elements", 1638.4), ""),
+        (BatchContent(), ""),
+    ],
+)
+def test_rank_with_more_in_its_batches_is_named(batch: BatchContent, named: str) -> None:
+    usual, late = totals(batch=USUAL_BATCH), totals(late="forward", late_ms=4.0, batch=batch)
+    ranks = compared([usual, late, usual])
+    assert ranks.straggler == 1
+    assert ranks.batch == (f"{named} per step)" if named else "")
+    assert ranks.notes == ((f"rank 1 has {ranks.batch}",) if named else ())
+    # A rank that is not late is not named.
+    assert not compared([usual, totals(batch=batch), usual]).batch
 
 
 def test_line_within_its_error_is_not_named() -> None:

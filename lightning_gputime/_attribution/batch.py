@@ -75,6 +75,18 @@ class BatchLog:
         share = 1.0 - sum(content.used for content in known) / tokens if tokens else 0.0
         return f"{100 * share:.0f} % of the tokens are padding" if share >= _MIN_PADDING else ""
 
+    def mean_content(self) -> tuple[str, float]:
+        """Return the most specific unit that is known, and its mean amount per step."""
+        steps = [content for _, content in [*self.steps]]
+        for unit, amounts in (
+            ("non-padding tokens", [content.used for content in steps]),
+            ("tokens", [content.tokens for content in steps]),
+            ("elements", [content.elements for content in steps]),
+        ):
+            if any(amounts):
+                return unit, round(sum(amounts) / len(amounts), 1)
+        return "", 0.0
+
     def candidates(self, numbers: Sequence[int]) -> list[Candidate]:
         """Return the contents that vary between the steps with these numbers."""
         content = dict(self.steps)

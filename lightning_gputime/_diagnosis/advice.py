@@ -279,6 +279,8 @@ def _speed_up_rank(case: Case) -> Iterator[Advice]:
     if (ranks := case.m.ranks) is not None:
         rank, phase = ranks.straggler, ranks.phase
         text = f"speed up rank {rank} in {ranks.where}: all other ranks wait for it"
+        if ranks.batch:
+            text = f"balance the batches: rank {rank}, for which the others wait, has {ranks.batch}"
         yield Advice("straggler", text, {"rank": rank, "phase": phase})
 
 

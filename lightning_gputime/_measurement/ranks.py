@@ -65,6 +65,16 @@ class LineTime(NamedTuple):
         return self.host_ms + self.gpu_ms
 
 
+class BatchContent(NamedTuple):
+    """Mean content of the batches of a timed step on a rank."""
+
+    unit: str = ""  # "non-padding tokens", else "tokens", else "elements"; empty if unknown.
+    amount: float = 0.0
+
+
+_UNKNOWN = BatchContent()
+
+
 class StepWindows(NamedTuple):
     """Mean times of a rank in windows of consecutive timed steps (in milliseconds)."""
 
@@ -86,13 +96,16 @@ class RankTotals:
         host_shares: Fraction of each phase in which the host set the pace; empty if unknown. Then
             the host may have set the pace of all of it.
         lines: Its longest lines; empty if unknown.
-        windows: Its times over the run. None if they, `host_shares` and `lines` were not sent.
+        batch: Content of its batches.
+        windows: Its times over the run. None if the details were not sent: these times,
+            `host_shares`, `lines` and `batch`.
     """
 
     phases: PhaseTotals
     deviation_ms: float = 0.0
     host_shares: Mapping[str, float] = field(default_factory=dict)
     lines: Sequence[LineTime] = ()
+    batch: BatchContent = _UNKNOWN
     windows: StepWindows | None = None
 
     @property
@@ -307,9 +320,11 @@ class RankSummary:
         line_ms: Excess of the straggler in this line (in milliseconds).
         factor: Multiple of the others' time that the straggler needs for every line; None if its
             lines differ.
+        batch: How much more content the straggler's batches have, such as "1.6 times the tokens of
+            the others (1,638 and 1,024 per step)"; empty if that does not explain the excess.
         pattern: "same" if one rank is last all the time, "rotating" if it is another rank each
             time, "transient" if a rank is last in a few steps only; empty if unknown.
-        notes: Sentences on the pattern, and on the line in which other ranks wait.
+        notes: Sentences on the batches, on the pattern, and on the line in which other ranks wait.
         history: Times over the run, by rank.
     """
 
@@ -325,6 +340,7 @@ class RankSummary:
     line: str = ""
     line_ms: float = 0.0
     factor: float | None = None
+    batch: str = ""
     pattern: str = ""
     notes: tuple[str, ...] = ()
     history: RankHistory | None = None
@@ -379,138 +395,221 @@ class RankResults:
         return self._summary
 
 
+class _Excess(NamedTuple):
+    """The last rank: the one with the longest local time, compared with the other ranks."""
+
+    last: int
+    others: Sequence[int]
+    total_ms: float  # Its local time minus the median of the others.
+    by_phase_ms: Mapping[str, float]  # The same of each phase, and of each sub-phase of `data`.
+    step_ms: float  # Median step time of the others.
+    # Time in which the host sets the pace: of the last rank, and the median of the others.
+    host_ms: Mapping[str, tuple[float, float]]
+
+    @property
+    def min_ms(self) -> float:
+        return _MIN_EXCESS * self.step_ms
+
+    @property
+    def is_of_host(self) -> bool:
+        """True if the host sets the pace of at least half of the excess."""
+        return sum(ms - usual_ms for ms, usual_ms in self.host_ms.values()) >= 0.5 * self.total_ms
+
+
+class _Cause(NamedTuple):
+    """Why the last rank takes longer. `where` ends a sentence. See `RankSummary`."""
+
+    where: str
+    line: str = ""
+    line_ms: float = 0.0
+    factor: float | None = None
+
+
 def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     """Compare the ranks by their totals; return None if no step was timed."""
     totals = {rank: total for rank, total in sorted(totals.items()) if total.steps}
     if not totals:
         return None
-    phases: dict[int, PhaseTotals] = {}
-    # Time per step, without waits, of each top-level phase and sub-phase of `data`, and of "local".
     # With waits included, a step takes equally long on all ranks, so compare local work. Example:
     # under DDP with one straggler, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
     # local work.
-    local_ms: dict[int, dict[str, float]] = {}
-    for rank, total in totals.items():
-        step_ms, steps = total.phases[STEP]
-        waits_ms = sum(ms for name, (ms, _) in total.phases.items() if is_wait(name))
-        phases[rank] = {**total.phases, LOCAL: (step_ms - waits_ms, steps)}
-        # Divide by the number of all steps, even for a phase that ran in only a few of them, so
-        # that the phases add up to the local time.
-        ms = {name: total_ms / steps for name, (total_ms, _) in phases[rank].items()}
-        local_ms[rank] = {
-            name: mean
-            for name, mean in ms.items()
-            if ("/" not in name or name.startswith(f"{DATA}/")) and not is_wait(name)
-        }
-        for name in filter(is_wait, ms):
-            local_ms[rank][name.partition("/")[0]] -= ms[name]
-    last = max(local_ms, key=lambda rank: local_ms[rank][LOCAL])
-    # Exclude this rank from the median. With two ranks, it would make up half of the median.
-    others = [rank for rank in totals if rank != last] or [last]
-
-    def median_ms(name: str) -> float:
-        return statistics.median(local_ms[rank].get(name, 0.0) for rank in others)
-
-    # Time of the last rank and of the median of the others: of each phase, and in total.
-    both_ms = {name: (ms, median_ms(name)) for name, ms in local_ms[last].items()}
-    excess_ms = {name: ms - usual_ms for name, (ms, usual_ms) in both_ms.items()}
-    total_ms, usual_step_ms = excess_ms.pop(LOCAL), both_ms[STEP][1]
-    del excess_ms[STEP], both_ms[STEP], both_ms[LOCAL]
-    error_ms = math.hypot(
-        totals[last].error_ms, statistics.median(totals[rank].error_ms for rank in others)
-    )
-
-    # If the host of the last rank needs longer for its other phases, too, then its speed differs.
-    # That may be by chance: in 40 steps bound by the host, one of two equal hosts needed 2.7 times
-    # as long as the other. Count the difference as an error that shrinks with the time measured.
-    def host_share(rank: int, name: str) -> float:
-        shares = totals[rank].host_shares
-        return shares.get(name, 0.0) if shares else 1.0
-
-    host_ms = {
-        name: (
-            ms * host_share(last, name),
-            usual_ms * statistics.median(host_share(rank, name) for rank in others),
-        )
-        for name, (ms, usual_ms) in both_ms.items()
-        if "/" not in name
-    }
-    longest = max(host_ms, key=lambda name: host_ms[name][0] - host_ms[name][1], default="")
-    ratios = [
-        ms / usual_ms
-        for name, (ms, usual_ms) in host_ms.items()
-        if name != longest and usual_ms >= _MIN_PHASE * usual_step_ms
-    ]
-    drift = max([1.0, *ratios]) - 1.0
-    drift_ms = min(drift * sum(usual_ms for _, usual_ms in host_ms.values()), max(total_ms, 0.0))
-    measured_ms = totals[last].phases[STEP][0]
-    drift_error_ms = drift_ms / math.sqrt(max(measured_ms / _HOST_SAMPLE_MS, 1.0))
-    min_ms = _MIN_EXCESS * usual_step_ms
-    beyond_drift_ms = total_ms - drift_ms
-    is_large = total_ms >= min_ms
-    is_certain = total_ms > _MIN_ERRORS * math.hypot(error_ms, drift_error_ms)
-    # The drift of a host is not exactly the same in all phases.
-    is_beyond = beyond_drift_ms >= max(min_ms, drift_ms)
-    is_certain |= is_beyond and beyond_drift_ms > _MIN_ERRORS * error_ms
+    local_ms = {rank: _local_ms(total) for rank, total in totals.items()}
+    excess = _excess(totals, local_ms)
+    last, total_ms = excess.last, excess.total_ms
+    is_large = total_ms >= excess.min_ms
+    is_certain, error_ms = _certainty(totals, excess)
     is_straggler = is_large and is_certain
-    error_ms = math.hypot(error_ms, drift_error_ms)
 
-    phase, rows = largest_part(excess_ms), _rows(phases)
-    has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
-    where = f"in {phase} compute" if has_waits else f"in {phase}"
-    # Local time halfway between the last rank and the median of the others.
+    # These are closer to the last rank than to the median of the others.
     threshold_ms = local_ms[last][LOCAL] - total_ms / 2
-    stragglers = tuple(
-        rank for rank in totals if is_straggler and local_ms[rank][LOCAL] >= threshold_ms
-    )
-    line, factor, line_ms = None, None, 0.0
-    is_host = sum(ms - usual_ms for ms, usual_ms in host_ms.values()) >= 0.5 * total_ms
-    with_lines = [rank for rank in others if totals[rank].lines]
-    if is_large and 2 * len(with_lines) >= len(others):
-        factor = _factor(totals, last, with_lines, total_ms, is_host)
-        if factor is None:
-            line, line_ms = _longest_line(totals, last, with_lines)
-        if line_ms < _MIN_LINE * total_ms:
-            line, line_ms = None, 0.0
-    if line is not None:
-        mostly = "" if line_ms >= _MIN_WHOLE * total_ms else "mostly "
-        where = f"{mostly}in {line.text}"
-        # Without a GPU, the host sets the pace of all lines.
-        if any(item.gpu_ms for total in totals.values() for item in total.lines):
-            where += ", host-paced" if line.host_ms >= line.gpu_ms else ", GPU-paced"
-    elif factor is not None:
-        causes = "its CPU is shared or slower"
-        if not is_host:
-            causes = "its clocks are lower, or its batches larger"
-        need = f"its {'host' if is_host else 'GPU'} needs {factor:.1f} times as long for every line"
-        where = f"because {need}: {causes}"
-    subject = f"rank {last} is"
-    if len(stragglers) > 1:
-        more = f" and {len(stragglers) - 8} more" if len(stragglers) > 8 else ""
-        subject = f"ranks {', '.join(map(str, stragglers[:8]))}{more} are up to"
-    excess = f"{duration(total_ms)} per step slower than the median of the others, {where}"
+    late = tuple(rank for rank in totals if local_ms[rank][LOCAL] >= threshold_ms)
+    stragglers = late if is_straggler else ()
+
+    rows, phase = _rows(totals, local_ms), largest_part(excess.by_phase_ms)
+    has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
+    batch = _larger_batch(totals, excess) if is_large else ""
+    cause = _cause(totals, excess, batch) if is_large else None
+    cause = cause or _Cause(f"in {phase} compute" if has_waits else f"in {phase}")
+
     history = _history(totals)
     pattern, note = "", ""
     if history is not None:
-        pattern, note = _pattern(totals, history, stragglers, usual_step_ms)
-    notes = (note, _waits(totals, stragglers, usual_step_ms))
+        pattern, note = _pattern(totals, history, stragglers, excess.step_ms)
+    content = f"rank {last} has {batch}" if is_straggler and batch not in cause.where else ""
+    notes = content, note, _waits(totals, stragglers, excess.step_ms)
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
         straggler=last if is_straggler else None,
         excess_ms=total_ms,
         phase=phase,
-        sentence=f"{subject} {excess}" if is_straggler else "",
+        sentence=_sentence(last, stragglers, total_ms, cause.where),
         stragglers=stragglers,
         suspect=last if is_large and not is_straggler else None,
         error_ms=error_ms if math.isfinite(error_ms) else None,
-        line=line.text if line is not None else "",
-        line_ms=line_ms,
-        factor=factor,
+        line=cause.line,
+        line_ms=cause.line_ms,
+        factor=cause.factor,
+        batch=batch,
         pattern=pattern,
         notes=tuple(filter(None, notes)),
         history=history,
     )
+
+
+def _local_ms(totals: RankTotals) -> dict[str, float]:
+    """Return a rank's time per step without waits for other ranks.
+
+    By phase, by sub-phase of `data`, and of "local". It is divided by the number of all steps, even
+    for a phase that ran in only a few of them, so that the phases add up to the local time.
+    """
+    ms = {name: total_ms / totals.steps for name, (total_ms, _) in totals.phases.items()}
+    local_ms = {LOCAL: ms.pop(STEP)}
+    waits_ms = {name: ms.pop(name) for name in [*ms] if is_wait(name)}
+    for name in ms:
+        if "/" not in name or name.startswith(f"{DATA}/"):
+            local_ms[name] = ms[name]
+    for name, wait_ms in waits_ms.items():
+        local_ms[name.partition("/")[0]] -= wait_ms
+        local_ms[LOCAL] -= wait_ms
+    return local_ms
+
+
+def _excess(
+    totals: Mapping[int, RankTotals], local_ms: Mapping[int, Mapping[str, float]]
+) -> _Excess:
+    last = max(totals, key=lambda rank: local_ms[rank][LOCAL])
+    # Exclude this rank from the median. With two ranks, it would make up half of the median.
+    others = [rank for rank in totals if rank != last] or [last]
+
+    def host_ms(rank: int, name: str) -> float:
+        shares = totals[rank].host_shares
+        return local_ms[rank].get(name, 0.0) * (shares.get(name, 0.0) if shares else 1.0)
+
+    excess_ms, both_host_ms = {}, {}
+    for name, ms in local_ms[last].items():
+        usual_ms = statistics.median(local_ms[rank].get(name, 0.0) for rank in others)
+        excess_ms[name] = ms - usual_ms
+        if "/" not in name and name != LOCAL:
+            usual_host_ms = statistics.median(host_ms(rank, name) for rank in others)
+            both_host_ms[name] = host_ms(last, name), usual_host_ms
+    return _Excess(
+        last=last,
+        others=others,
+        total_ms=excess_ms.pop(LOCAL),
+        by_phase_ms=excess_ms,
+        step_ms=statistics.median(
+            totals[rank].phases[STEP][0] / totals[rank].steps for rank in others
+        ),
+        host_ms=both_host_ms,
+    )
+
+
+def _certainty(totals: Mapping[int, RankTotals], excess: _Excess) -> tuple[bool, float]:
+    """Return whether the excess is more than noise, and its standard error (in milliseconds).
+
+    If the host of the last rank needs longer for its other phases, too, then its speed differs.
+    That may be by chance: in 40 steps bound by the host, one of two equal hosts needed 2.7 times as
+    long as the other. So this difference, the drift, counts as an error that shrinks with the time
+    measured.
+    """
+    usual_error_ms = statistics.median(totals[rank].error_ms for rank in excess.others)
+    error_ms = math.hypot(totals[excess.last].error_ms, usual_error_ms)
+
+    host_ms = excess.host_ms
+    longest = max(host_ms, key=lambda name: host_ms[name][0] - host_ms[name][1], default="")
+    ratios = [
+        ms / usual_ms
+        for name, (ms, usual_ms) in host_ms.items()
+        if name != longest and usual_ms >= _MIN_PHASE * excess.step_ms
+    ]
+    drift = max([1.0, *ratios]) - 1.0
+    usual_host_ms = sum(usual_ms for _, usual_ms in host_ms.values())
+    drift_ms = min(drift * usual_host_ms, max(excess.total_ms, 0.0))
+    samples = totals[excess.last].phases[STEP][0] / _HOST_SAMPLE_MS
+    both_errors_ms = math.hypot(error_ms, drift_ms / math.sqrt(max(samples, 1.0)))
+    if excess.total_ms > _MIN_ERRORS * both_errors_ms:
+        return True, both_errors_ms
+    # The rest is certain if it is more than all of the drift, which is not the same in all phases.
+    rest_ms = excess.total_ms - drift_ms
+    is_beyond = rest_ms >= max(excess.min_ms, drift_ms) and rest_ms > _MIN_ERRORS * error_ms
+    return is_beyond, both_errors_ms
+
+
+def _larger_batch(totals: Mapping[int, RankTotals], excess: _Excess) -> str:
+    """Return how much more the last rank has in its batches, as part of a sentence.
+
+    Return an empty string if that is unknown, or too little to explain the excess.
+    """
+    unit, amount = totals[excess.last].batch
+    others = [totals[rank].batch for rank in excess.others]
+    usual = statistics.median(other.amount for other in others)
+    if not unit or not usual or any(other.unit != unit for other in others):
+        return ""
+    more, longer = amount / usual - 1, excess.total_ms / excess.step_ms
+    if more < _MIN_FACTOR - 1 or more < 0.5 * longer:
+        return ""
+    both = f"({amount:,.0f} and {usual:,.0f} per step)"
+    return f"{1 + more:.1f} times the {unit} of the others {both}"
+
+
+def _cause(totals: Mapping[int, RankTotals], excess: _Excess, batch: str) -> _Cause | None:
+    """Return the factor of all lines, or the line, that makes the last rank late; None if unknown.
+
+    `batch` is the result of `_larger_batch`.
+    """
+    with_lines = [rank for rank in excess.others if totals[rank].lines]
+    if 2 * len(with_lines) < len(excess.others):
+        return None
+    last, total_ms, is_host = excess.last, excess.total_ms, excess.is_of_host
+    if (factor := _factor(totals, last, with_lines, total_ms, is_host)) is not None:
+        if batch:
+            why = f"it has {batch}"
+        elif is_host:
+            why = "its CPU is shared or slower"
+        else:
+            why = "its clocks are lower"
+            why += "" if totals[last].batch.unit else ", or its batches larger"
+        need = f"its {'host' if is_host else 'GPU'} needs {factor:.1f} times as long for every line"
+        return _Cause(f"because {need}: {why}", factor=factor)
+    line, line_ms = _longest_line(totals, last, with_lines)
+    if line is None or line_ms < _MIN_LINE * total_ms:
+        return None
+    where = f"in {line.text}" if line_ms >= _MIN_WHOLE * total_ms else f"mostly in {line.text}"
+    # Without a GPU, the host sets the pace of all lines.
+    if any(item.gpu_ms for total in totals.values() for item in total.lines):
+        where += ", host-paced" if line.host_ms >= line.gpu_ms else ", GPU-paced"
+    return _Cause(where, line.text, line_ms)
+
+
+def _sentence(last: int, stragglers: Sequence[int], excess_ms: float, where: str) -> str:
+    if not stragglers:
+        return ""
+    subject = f"rank {last} is"
+    if len(stragglers) > 1:
+        more = f" and {len(stragglers) - 8} more" if len(stragglers) > 8 else ""
+        subject = f"ranks {', '.join(map(str, stragglers[:8]))}{more} are up to"
+    return f"{subject} {duration(excess_ms)} per step slower than the median of the others, {where}"
 
 
 def _longest_line(
@@ -683,8 +782,14 @@ def _waits(totals: Mapping[int, RankTotals], stragglers: Sequence[int], step_ms:
     return f"{who} {duration(usual_ms[place])} per step in {where}"
 
 
-def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:
+def _rows(
+    all_totals: Mapping[int, RankTotals], local_ms: Mapping[int, Mapping[str, float]]
+) -> dict[str, RankStats]:
     """Return the statistics of each phase, in execution order, and of "step" and "local"."""
+    phases = {
+        rank: {**totals.phases, LOCAL: (local_ms[rank][LOCAL] * totals.steps, totals.steps)}
+        for rank, totals in all_totals.items()
+    }
     names = dict.fromkeys(name for totals in phases.values() for name in totals)
     ordered = in_order([name for name in names if name not in (STEP, LOCAL)])
     rows = {}

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch.distributed
 
+from lightning_gputime._attribution.batch import BatchLog
 from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._instrumentation.loop import is_distributed
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.ranks import (
+    BatchContent,
     BatchMeans,
     LineTime,
     RankTotals,
@@ -102,8 +104,10 @@ class RankComparer:
     next comparison, or when the user reads the results.
     """
 
-    def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
-        self._results, self._means = results, means
+    def __init__(
+        self, results: Results, means: MeanLog, options: Options, batches: BatchLog
+    ) -> None:
+        self._results, self._means, self._batches = results, means, batches
         self._exchange = open_exchange() if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         self._is_logged = "ranks" in options.logged_groups
@@ -174,7 +178,10 @@ class RankComparer:
         self._exchange = None
 
     def _totals(self, *, with_details: bool = False) -> RankTotals:
-        """Return the totals of this rank. Details are its lines and its times over the run."""
+        """Return the totals of this rank.
+
+        Details are its lines, its batches and its times over the run.
+        """
         results, ledger = self._results, self._results.ledger
         totals = totals_of(results.sums, self._local.deviation_ms)
         if not with_details:
@@ -193,6 +200,7 @@ class RankComparer:
             totals,
             host_shares={name: round(shares[name], 3) for name in top if name in shares},
             lines=self._lines[1],
+            batch=BatchContent(*self._batches.mean_content()),
             windows=self._local.windows,
         )
 
@@ -239,12 +247,13 @@ def encode(totals: RankTotals) -> bytes:
 
 
 def decode(value: bytes) -> RankTotals:
-    phases, deviation_ms, host_shares, lines, windows = json.loads(zlib.decompress(value))
+    phases, deviation_ms, host_shares, lines, batch, windows = json.loads(zlib.decompress(value))
     return RankTotals(
         phases,
         deviation_ms,
         host_shares,
         [LineTime(*line) for line in lines],
+        BatchContent(*batch),
         windows and StepWindows(*windows),
     )
 

@@ -134,7 +134,7 @@ class Session:
         self._analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         self._surroundings = Surroundings(clock, self._wall_clock, results.slow, results.untimed)
         self._batches = self._surroundings.batches
-        self._comparison = RankComparer(results, means, options)
+        self._comparison = RankComparer(results, means, options, self._batches)
         self._on_step = step_calls(options.observers)
         self._on_slow_step = methods(options.observers, "on_slow_step")
 
