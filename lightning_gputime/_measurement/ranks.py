@@ -704,61 +704,95 @@ def _pattern(
 
     See `RankSummary.pattern`.
     """
-    by_rank = dict(zip(totals, history.local_ms, strict=True))
-    by_rank = {rank: local_ms for rank, local_ms in by_rank.items() if not math.isnan(local_ms[0])}
-    newest = {rank: found for rank in by_rank if (found := totals[rank].windows) is not None}
-    each = [("", history.steps, by_rank)]
+    arrived = {
+        rank: local_ms
+        for rank, local_ms in zip(totals, history.local_ms, strict=True)
+        if not math.isnan(local_ms[0])
+    }
+    found = _LastOverTime(arrived, step_ms)
+    windows = f"windows of {history.steps} steps" if history.steps > 1 else "steps"
+    pattern = found.same(stragglers, windows) or found.rotating(windows)
+    pattern = pattern or found.transient(history, windows)
+    if pattern:
+        return pattern
     # Means over windows hide a straggler that changes in each step.
-    if not stragglers and len({found.n for found in newest.values()}) == 1:
-        each.append(("the newest ", 1, {rank: tuple(newest[rank].newest_ms) for rank in newest}))
-    for which, size, times_ms in each:
-        ranks = [*times_ms]
-        is_late, last, excess_ms = _late_windows([*times_ms.values()], step_ms)
-        n, n_late = len(is_late), int(is_late.sum())
-        if n < _MIN_WINDOWS or not n_late:
-            continue
-        windows = f"{which}{n} steps" if size == 1 else f"{n} windows of {size} steps"
-        cost = f"which costs {duration(float(excess_ms[is_late].sum()) / n)} per step"
-        culprits = Counter(ranks[i] for i in last[is_late])
-        rank, count = culprits.most_common(1)[0]
-        of_stragglers = sum(culprits[rank] for rank in stragglers)
-        if of_stragglers >= 0.8 * n:
-            who = "the same rank is" if len(stragglers) == 1 else "the same ranks are"
-            return "same", f"{who} last in {of_stragglers} of {windows}, {cost}"
-        if n_late >= 0.5 * n and count <= 0.7 * n_late:
-            text = f"the straggler changes: {len(culprits)} ranks are last in turn in"
-            return "rotating", f"{text} {n_late} of {windows}, {cost}"
-        local_ms = np.array([each_ms[:n] for each_ms in times_ms.values()])
-        beyond_ms = local_ms[ranks.index(rank)] - np.median(local_ms, axis=0)
-        # If the rank is last in the other windows, too, they may only be too noisy to show it.
-        is_usual = n_late < n and beyond_ms[~is_late].mean() < 0.2 * beyond_ms[is_late].mean()
-        if not which and n_late <= 0.25 * n and count >= 0.8 * n_late and is_usual:
-            at = np.flatnonzero(is_late)
-            where = f"{n_late} of {windows}"
-            if at[-1] - at[0] == n_late - 1:  # Consecutive.
-                ends = [*history.first[1:], history.first[-1] + size]
-                first, end = history.first[at[0]], ends[at[-1]] - 1
-                where = f"steps {first} to {end}" if end > first else f"step {first}"
-            return "transient", f"rank {rank} is last only in {where}, {cost} over the run"
-    return "", ""
+    newest = [totals[rank].windows for rank in arrived]
+    if not stragglers and len({each.n for each in newest if each}) == 1:
+        newest_ms = {
+            rank: each.newest_ms for rank, each in zip(arrived, newest, strict=True) if each
+        }
+        pattern = _LastOverTime(newest_ms, step_ms).rotating("steps", "the newest ")
+    return pattern or ("", "")
 
 
-def _late_windows(by_rank: Sequence[Sequence[float]], step_ms: float) -> tuple[Any, Any, Any]:
-    """Return in which windows a rank is late, which is last, and its excess over the others.
+class _LastOverTime:
+    """In which windows of steps a rank is late, and which.
 
-    Windows are left out from the first that has not arrived from each rank.
+    A rank is late in a window if its excess over the median of the others is more than noise.
+
+    Args:
+        by_rank: Local time of each rank in each window (in milliseconds). Windows are left out from
+            the first that has not arrived from each rank, which is NaN.
+        step_ms: Usual step time.
     """
-    n = min(sum(not math.isnan(ms) for ms in each_ms) for each_ms in by_rank)
-    if not n:
-        return np.zeros(0, bool), np.zeros(0, int), np.zeros(0)
-    local_ms = np.array([each_ms[:n] for each_ms in by_rank])
-    last = local_ms.argmax(axis=0)
-    excess_ms = local_ms.max(axis=0) - np.median(np.sort(local_ms, axis=0)[:-1], axis=0)
-    # Delays make windows longer, so the shorter half of a rank's windows shows its noise. 0.97 is
-    # the distance of these quantiles in a normal distribution of unit deviation.
-    low_ms, high_ms = np.quantile(local_ms, (0.05, 0.25), axis=1)
-    noise_ms = float(np.median(high_ms - low_ms)) / 0.97
-    return excess_ms > max(_MIN_EXCESS * step_ms, 6 * noise_ms), last, excess_ms
+
+    def __init__(self, by_rank: Mapping[int, Sequence[float]], step_ms: float) -> None:
+        self.ranks = [*by_rank]
+        self.n = min(sum(not math.isnan(ms) for ms in each_ms) for each_ms in by_rank.values())
+        local_ms = np.array([each_ms[: self.n] for each_ms in by_rank.values()])
+        self.local_ms, self.is_late = local_ms, np.zeros(self.n, bool)
+        self.culprits, self.cost_ms = Counter[int](), 0.0  # Windows in which each rank is late.
+        if self.n < _MIN_WINDOWS:
+            return
+        excess_ms = local_ms.max(axis=0) - np.median(np.sort(local_ms, axis=0)[:-1], axis=0)
+        # Delays make windows longer, so the shorter half of a rank's windows shows its noise. 0.97
+        # is the distance of these quantiles in a normal distribution of unit deviation.
+        low_ms, high_ms = np.quantile(local_ms, (0.05, 0.25), axis=1)
+        noise_ms = float(np.median(high_ms - low_ms)) / 0.97
+        self.is_late = excess_ms > max(_MIN_EXCESS * step_ms, 6 * noise_ms)
+        self.culprits.update(self.ranks[i] for i in local_ms.argmax(axis=0)[self.is_late])
+        self.cost_ms = float(excess_ms[self.is_late].sum()) / self.n
+
+    @property
+    def n_late(self) -> int:
+        return int(self.is_late.sum())
+
+    @property
+    def cost(self) -> str:
+        return f"which costs {duration(self.cost_ms)} per step"
+
+    def same(self, stragglers: Sequence[int], windows: str) -> tuple[str, str] | None:
+        count = sum(self.culprits[rank] for rank in stragglers)
+        if not count or count < 0.8 * self.n:
+            return None
+        who = "the same rank is" if len(stragglers) == 1 else "the same ranks are"
+        return "same", f"{who} last in {count} of {self.n} {windows}, {self.cost}"
+
+    def rotating(self, windows: str, which: str = "") -> tuple[str, str] | None:
+        if not self.n_late or self.n_late < 0.5 * self.n:
+            return None
+        if max(self.culprits.values()) > 0.7 * self.n_late:
+            return None
+        who = f"the straggler changes: {len(self.culprits)} ranks are last in turn"
+        return "rotating", f"{who} in {self.n_late} of {which}{self.n} {windows}, {self.cost}"
+
+    def transient(self, history: RankHistory, windows: str) -> tuple[str, str] | None:
+        if not 0 < self.n_late <= 0.25 * self.n:
+            return None
+        [(rank, count)] = self.culprits.most_common(1)
+        local_ms = self.local_ms
+        beyond_ms = local_ms[self.ranks.index(rank)] - np.median(local_ms, axis=0)
+        # If the rank is last in the other windows, too, they may only be too noisy to show it.
+        is_usual = beyond_ms[~self.is_late].mean() < 0.2 * beyond_ms[self.is_late].mean()
+        if count < 0.8 * self.n_late or not is_usual:
+            return None
+        at = np.flatnonzero(self.is_late)
+        where = f"{self.n_late} of {self.n} {windows}"
+        if at[-1] - at[0] == self.n_late - 1:  # Consecutive.
+            ends = [*history.first[1:], history.first[-1] + history.steps]
+            first, end = history.first[at[0]], ends[at[-1]] - 1
+            where = f"steps {first} to {end}" if end > first else f"step {first}"
+        return "transient", f"rank {rank} is last only in {where}, {self.cost} over the run"
 
 
 def _waits(totals: Mapping[int, RankTotals], stragglers: Sequence[int], step_ms: float) -> str:
