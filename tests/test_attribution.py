@@ -59,9 +59,13 @@ def train(
     delays: bool,
     monkeypatch: pytest.MonkeyPatch,
     host_ms: float = 0.0,
+    samples: int = 1,
     **options: Any,
 ) -> GPUPhaseHooks:
-    """Train while a thread runs in 3 of 50 steps, which delays the loop or does not."""
+    """Train while a thread runs in 3 of 50 steps, which delays the loop or does not.
+
+    In these steps, batches have this number of samples.
+    """
     # Real sources would be compared with a simulated clock, and a thread would need real time.
     monkeypatch.setattr(machine, "_IN_LOOP", (float("inf"), 0))
     monkeypatch.setattr(MachineLog, "sample_often", lambda log: None)
@@ -69,8 +73,10 @@ def train(
     with timer:
         session: Any = timer._session
         session._surroundings._sources = {"threads": lambda: busy}
-        for number, x in enumerate(timer.steps(loop.batches(STEPS))):
-            runs = number % 50 < 3 and number > 5
+        all_run = (number % 50 < 3 and number > 5 for number in range(STEPS))
+        given = zip(loop.batches(STEPS), all_run, strict=True)
+        batches = ((x.expand(samples if runs else 1, -1), runs) for x, runs in given)
+        for number, (x, runs) in enumerate(timer.steps(batches)):
             session._surroundings._read_machine()
             if runs:
                 busy.ran_s += 0.02
@@ -99,6 +105,20 @@ def test_thread_that_runs_in_slow_steps_is_named_with_its_share(
     assert pickle.loads(pickle.dumps(timer._results)).measurement().outside is not None
 
 
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_causes_explain_at_most_all_of_the_excess(
+    loop: Loop, every_n_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"samples": 8, "every_n_steps": every_n_steps, "host_ms": 20.0}
+    timer = train(loop, Busy(), delays=True, monkeypatch=monkeypatch, **options)
+    outside = timer.summary().measurement.outside
+    assert outside is not None
+    shares = [cause.share for cause in outside.causes]
+    assert sum(shares) == pytest.approx(1.0, abs=0.1)
+    assert sum(shares) <= 1.0
+    assert min(shares) > 0.01
+
+
 def test_thread_that_runs_in_other_steps_is_not_named(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +129,7 @@ def test_thread_that_runs_in_other_steps_is_not_named(
     assert summary.measurement.outside is None
 
 
+@pytest.mark.parametrize("every_n_steps", [1, "auto"])
 @pytest.mark.parametrize(
     ("blocked_ms", "host_ms", "is_named"),
     # In the last case the device sets the pace: the host is blocked while it waits for the device.
@@ -119,6 +140,7 @@ def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
     blocked_ms: float,
     host_ms: float,
     is_named: bool,
+    every_n_steps: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Spinning(Busy):
@@ -127,7 +149,8 @@ def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
             self.blocked_s = self.ran_s * blocked_ms / 15.625
             return super().read()
 
-    timer = train(loop, Spinning(), delays=False, host_ms=host_ms, monkeypatch=monkeypatch)
+    options = {"host_ms": host_ms, "every_n_steps": every_n_steps}
+    timer = train(loop, Spinning(), delays=False, monkeypatch=monkeypatch, **options)
     outside = timer.summary().measurement.outside
     assert (outside is not None) == is_named
     if outside is not None:

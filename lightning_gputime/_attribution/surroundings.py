@@ -20,6 +20,7 @@ from lightning_gputime._attribution.machine import (
 )
 from lightning_gputime._attribution.overlap import (
     FALSE_ALARMS,
+    MIN_SHARE,
     MIN_STEPS,
     Attribution,
     Candidate,
@@ -85,7 +86,8 @@ class Surroundings:
         self._machine: MachineLog | None = None
         # Number, index, start and end of each timed step, and its time (in milliseconds).
         self._timed: deque[tuple[int, int, int, int, float]] = deque(maxlen=_MAX_STEPS)
-        self._step_ms = 0.0  # Time of all timed steps.
+        # Time of all timed steps, and the time in which the host waited for the device.
+        self._step_ms = self._wait_ms = 0.0
         self._cached: tuple[Any, OutsideSummary | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,6 +102,7 @@ class Surroundings:
         """Add timed steps. Call it in the thread of the loop."""
         all_ms = read.sums.each_ms
         self._step_ms += sum(all_ms)
+        self._wait_ms += sum(step.wait_ms for step in read.records)
         outside_ns = self._wall_clock.outside_ns
         self._timed.extend(
             [
@@ -141,6 +144,11 @@ class Surroundings:
             self._cached = key, self._summary()
         return replace(m, slowdown=slowdown, outside=self._cached[1], gpu_mhz=self.gpu.median_mhz)
 
+    @property
+    def _is_gpu_bound(self) -> bool:
+        """True if the host waits for the device. Then its single steps have no meaning."""
+        return self._wait_ms >= 0.1 * self._step_ms
+
     def _summary(self) -> OutsideSummary | None:
         if self._host_ns is None:
             return self._cached[1]
@@ -151,7 +159,7 @@ class Surroundings:
         batches = self.batches.candidates(timed[:, 0].astype(int).tolist())
         found, max_false_alarms = [], FALSE_ALARMS
         every = np.array([*self._untimed.newest], float).reshape(-1, 3)
-        if len(every) > len(timed) and not self._untimed.is_gpu_bound:
+        if len(every) > len(timed) and not self._is_gpu_bound:
             # Also search the untimed steps. Their batches are unknown, so there are two tests, and
             # each may have half of the false alarms.
             max_false_alarms = FALSE_ALARMS / 2
@@ -168,7 +176,13 @@ class Surroundings:
         of_machine = self._of_machine(steps)
         placed = [candidate for candidate in of_machine if candidate.place]
         others = [candidate for candidate in of_machine if not candidate.place]
-        found += attribute(searched_ms, [*placed, *batches, *others], max_false_alarms)
+        # Two tests can find more than there is.
+        left = max(1.0 - sum(each.share for each in found), 0.0)
+        for each in attribute(searched_ms, [*placed, *batches, *others], max_false_alarms):
+            share = min(each.share, left)
+            if share >= MIN_SHARE:
+                found.append(replace(each, share=share, low=min(each.low, share)))
+                left -= share
         missing = tuple(self._machine.missing) if self._machine is not None else ()
         blocking, waited = self._in_all_steps(steps)
         if not (found or blocking or waited or missing):
@@ -194,7 +208,7 @@ class Surroundings:
         waited = shares.get(WAITED, 0.0) if self._runs_ahead else 0.0
         waited = waited if waited >= _MIN_WAITED else 0.0
         # If the device sets the pace, the host is blocked while it waits for the device.
-        if self._untimed.is_gpu_bound:
+        if self._is_gpu_bound:
             return None, waited
         threads = [each for each in known if each.kind == Threads.kind and _is_cause(each)]
         busiest = max(threads, key=lambda each: shares[each.name], default=None)
