@@ -25,8 +25,8 @@ from lightning_gputime._attribution.machine import (
     BLOCKED,
     WAITED,
     GPUProcesses,
-    Machine,
     MachineLog,
+    MachineSource,
     Pressure,
     Processes,
     Threads,
@@ -38,7 +38,7 @@ STEPS = 300
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-class Busy(Machine):
+class Busy(MachineSource):
     """CPU time of a thread that tests let run."""
 
     kind = "thread"

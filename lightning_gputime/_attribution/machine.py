@@ -40,7 +40,7 @@ BLOCKED, WAITED = "blocked", "waited"
 """Names of the times in which the thread of the loop was blocked, and waited for a CPU core."""
 
 
-class Machine:
+class MachineSource:
     """A source: cumulative values by name, with the place of each name."""
 
     kind = ""
@@ -59,7 +59,7 @@ class Machine:
         raise NotImplementedError
 
 
-class Threads(Machine):
+class Threads(MachineSource):
     """CPU time of other Python threads (in seconds), and a function that each runs.
 
     Threads with the same name except for numbers are one. `BLOCKED` is the time in which the thread
@@ -105,7 +105,7 @@ class Threads(Machine):
         return self.sums
 
 
-class Processes(Machine):
+class Processes(MachineSource):
     """CPU time of busy child processes, and of other processes on the cores of this process."""
 
     kind = "process"
@@ -166,7 +166,7 @@ class Processes(Machine):
         return head.partition("(")[2], int(fields[1]), int(fields[36]), seconds
 
 
-class GPUProcesses(Machine):
+class GPUProcesses(MachineSource):
     """Time that other processes use the GPU, if the package `pynvml` is installed."""
 
     kind = "process"
@@ -197,7 +197,7 @@ class GPUProcesses(Machine):
         return self.sums
 
 
-class Pressure(Machine):
+class Pressure(MachineSource):
     """Time in which a process of the machine waited for a resource, as Linux counts it."""
 
     kind = "pressure"
@@ -215,7 +215,7 @@ class Pressure(Machine):
         return found
 
 
-class VirtualMemory(Machine):
+class VirtualMemory(MachineSource):
     """Pages that the kernel has swapped, or read for a page fault.
 
     Pages that it writes to disk are no cause by themselves: `Pressure` has the waits for storage.
@@ -248,10 +248,10 @@ class MachineLog:
     """
 
     def __init__(
-        self, now_ns: Callable[[], int], sources: Mapping[str, Callable[[], Machine]]
+        self, now_ns: Callable[[], int], sources: Mapping[str, Callable[[], MachineSource]]
     ) -> None:
         self._now_ns = now_ns
-        self._sources: list[Machine] = []
+        self._sources: list[MachineSource] = []
         self.missing: list[str] = []
         """What cannot be observed on this system."""
         self._thread: threading.Thread | None = None
@@ -323,13 +323,13 @@ class MachineLog:
         return found
 
 
-def system_sources(gpu: int | None) -> dict[str, Callable[[], Machine]]:
+def system_sources(gpu: int | None) -> dict[str, Callable[[], MachineSource]]:
     """Return the sources of this system, the most specific first.
 
     Args:
         gpu: Index of the GPU; None without one.
     """
-    sources: dict[str, Callable[[], Machine]] = {
+    sources: dict[str, Callable[[], MachineSource]] = {
         "threads": Threads,
         "other processes": Processes,
         "pressure": Pressure,
