@@ -4,15 +4,18 @@
 
 Each cause is planted in a plain loop and under Lightning, with default options. A control plants
 nothing. The true share is that of the excess of slow steps, on the host's clock and without a
-timer: one minus the excess without the cause divided by the excess with it.
+timer: one minus the excess without the cause divided by the excess with it. On a CPU, as in the
+timer, waits for a core are not part of a step.
 
-- named: the text of a cause matches the pattern of the case
+- named: the text of a cause matches the pattern of the case, or waits for a core are reported
+  where the cause takes cores. Runs in which the cause has no effect of 10 points do not count.
 - share: the sum of such shares is within 10 points of the true share
 - false: another cause is named; in a control, any cause
 """
 
 import gc
 import logging
+import os
 import queue
 import re
 import subprocess
@@ -36,8 +39,10 @@ from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._attribution.surroundings import _excess
+from lightning_gputime._record.clock import core_times
 
 STEPS, TOLERANCE = 1500, 0.1
+CORES = os.cpu_count() or 1
 BUSY = "import time\nt = time.time()\nwhile time.time() - t < 2: pass"
 BUSY_GPU = """
 import time, torch
@@ -61,6 +66,7 @@ class Plant:
                 sum(range(1000))
 
     def sort_in_numpy(self) -> None:
+        """Sort in as many threads as there are cores; NumPy releases the lock of Python."""
         values = np.random.default_rng(0).random((1500, 1500))
         while not self.is_done.is_set():
             if self.is_on.wait(0.01):
@@ -97,10 +103,12 @@ def save_in_thread(plant: Plant, step: int) -> None:
         threading.Thread(target=plant.save, args=(state,)).start()
 
 
-def spawn(*command: str) -> Callable[[Plant, int], None]:
+def spawn(*command: str, n: int = 1) -> Callable[[Plant, int], None]:
+    """Start `n` processes, 5 times in a run."""
+
     def each(plant: Plant, step: int) -> None:
-        if step % 300 == 100:  # 5 times in a run.
-            words = [part.format(folder=plant.folder) for part in command]
+        words = [part.format(folder=plant.folder) for part in command]
+        for _ in range(n if step % 300 == 100 else 0):
             plant.processes.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
 
     return each
@@ -123,7 +131,8 @@ class Case:
 
     pattern: str
     each: Callable[[Plant, int], None] = lambda plant, step: None
-    thread: str = ""  # Method of `Plant` that runs in a thread.
+    thread: str = ""  # Method of `Plant` that runs in threads.
+    threads: int = 0
     long_batches: bool = False  # True if 1 of 12 batches is 8 times as long as the others.
     needs_gpu: bool = False
 
@@ -136,15 +145,15 @@ class Case:
 DD = ("dd", "if=/dev/zero", "of={folder}/large", "bs=1M", "count=2000", "conv=fsync")
 CASES = {
     "control": Case(""),
-    "spinning Python thread": Case("spin_in_python", in_bursts, "spin_in_python"),
-    "thread in NumPy": Case("sort_in_numpy", in_bursts, "sort_in_numpy"),
+    "spinning Python thread": Case("spin_in_python", in_bursts, "spin_in_python", 1),
+    "thread in NumPy": Case("sort_in_numpy|CPU core", in_bursts, "sort_in_numpy", CORES),
     "asynchronous save": Case("save", save_in_thread),
     "dd of a large file": Case("`dd`|storage", spawn(*DD)),
     "process on the GPU": Case("GPU", spawn(sys.executable, "-c", BUSY_GPU), needs_gpu=True),
-    "process on the cores": Case("python|core", spawn(sys.executable, "-c", BUSY)),
+    "process on the cores": Case("python|core", spawn(sys.executable, "-c", BUSY, n=CORES)),
     "long batches": Case("tokens|elements", long_batches=True),
     "garbage": Case("garbage collection", make_garbage),
-    "logger's thread": Case("write_log", log_in_thread, "write_log"),
+    "logger's thread": Case("write_log", log_in_thread, "write_log", 1),
 }
 """Not planted here: swap, which may end other processes; unbalanced ranks, see `ranks.py`; and a
 clock that falls, which needs a GPU with a power limit."""
@@ -157,11 +166,12 @@ class Task(pl.LightningModule):
         super().__init__()
         layers = nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)
         self.net = nn.Sequential(nn.Embedding(8, width), *layers)
-        self.after, self.ended_s = after, list[float]()
+        self.after, self.ended_s, self.waited_s = after, list[float](), list[float]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.after(batch_idx)
         self.ended_s.append(time.perf_counter())
+        self.waited_s.append((core_times(threading.get_native_id()) or (0, 0))[1] / 1e9)
         loss: Tensor = self.net(batch["input_ids"]).square().mean()
         return loss
 
@@ -169,13 +179,18 @@ class Task(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
-def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tuple[Any, Any]:
-    """Train once. Return the summary, and the time of each step on the host (in milliseconds)."""
+def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tuple[Any, Any, float]:
+    """Train once.
+
+    Returns:
+        The summary; the time of each step on the host (in milliseconds), on a CPU without waits for
+        a core; and the fraction of the time in which the loop waited for a core.
+    """
     with tempfile.TemporaryDirectory() as folder:
         width = 2048 if device == "cuda" else 96  # A step takes about 10 ms.
         task = Task(lambda step: case.each(plant, step), width).to(device)
         plant = Plant(folder, task)
-        if case.thread:
+        for _ in range(case.threads):
             threading.Thread(target=getattr(plant, case.thread), daemon=True).start()
         timer: Any = None
         try:
@@ -195,14 +210,18 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
                         optimizer.zero_grad()
         finally:
             plant.end()
-        return timer.summary() if timer else None, 1e3 * np.diff(task.ended_s[20:])
+        all_s, waited_s = np.diff(task.ended_s[20:]), np.diff(task.waited_s[20:])
+        all_ms = 1e3 * (all_s - waited_s if device == "cpu" else all_s)
+        return timer.summary() if timer else None, all_ms, float(waited_s.sum() / all_s.sum())
 
 
 def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
     """Return the causes that the timer names, and which checks passed."""
-    clean_ms = _excess(run(Case(""), front, device, steps, timed=False)[1]).sum()
-    planted_ms = _excess(run(case, front, device, steps, timed=False)[1]).sum()
-    summary, _ = run(case, front, device, steps, timed=True)
+    _, all_ms, clean_wait = run(Case(""), front, device, steps, timed=False)
+    clean_ms = float(_excess(all_ms).sum())
+    _, all_ms, planted_wait = run(case, front, device, steps, timed=False)
+    planted_ms = float(_excess(all_ms).sum())
+    summary, _, _ = run(case, front, device, steps, timed=True)
     outside = summary.measurement.outside
     found = [*outside.causes, *filter(None, [outside.blocking])] if outside else []
     causes = [(str(cause), cause.share) for cause in found]
@@ -213,8 +232,14 @@ def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
     matched = [share for text, share in causes if case.pattern and re.search(case.pattern, text)]
     checks = {"false": len(causes) > len(matched)}
     if case.pattern:
-        checks |= {"named": bool(matched), "share": abs(sum(matched) - truth) <= TOLERANCE}
-    return {"causes": [f"{s:.2f} {text}" for text, s in causes], "true": round(truth, 2), **checks}
+        checks["share"] = abs(sum(matched) - truth) <= TOLERANCE
+        takes_cores = planted_wait - clean_wait > TOLERANCE
+        if truth > TOLERANCE or takes_cores:
+            is_told = takes_cores and "for a CPU core" in "\n".join(summary.notes)
+            checks["named"] = bool(matched) or is_told
+    causes_found = [f"{share:.2f} {text}" for text, share in causes]
+    waits = {"core_waits": [round(clean_wait, 2), round(planted_wait, 2)]}
+    return {"causes": causes_found, "true": round(truth, 2), **waits, **checks}
 
 
 def main() -> None:

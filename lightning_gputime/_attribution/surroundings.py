@@ -102,7 +102,7 @@ class Surroundings:
         """Add timed steps. Call it in the thread of the loop."""
         all_ms = read.sums.each_ms
         self._step_ms += sum(all_ms)
-        self._wait_ms += sum(step.wait_ms for step in read.records)
+        self._wait_ms += sum([step.wait_ms for step in read.records])
         outside_ns = self._wall_clock.outside_ns
         self._timed.extend(
             [
