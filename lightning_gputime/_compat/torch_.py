@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gputime._compat.names import MISSING, Name, look_up, report, report_missing
+from lightning_gputime._compat import MISSING, Name, look_up, report, report_missing
 from lightning_gputime._compat.python_ import calling_module, calls_on_stack, code_of
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, LOSS, OTHER
 

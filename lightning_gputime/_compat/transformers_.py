@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._compat.names import (
+from lightning_gputime._compat import (
     MISSING,
     Expected,
     Name,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_gputime._compat.names import report_missing
+from lightning_gputime._compat import report_missing
 from lightning_gputime._compat.python_ import definition_of
 from lightning_gputime._compat.torch_ import (
     FETCHERS,
@@ -35,7 +35,7 @@ from lightning_gputime._compat.torch_ import (
 )
 from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
-from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._ledger.ledger import OutsideLines
 from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
 from lightning_gputime._loader import LoaderTimes, MadeBatch, WorkerTimes
 from lightning_gputime._measurement.culprits import (

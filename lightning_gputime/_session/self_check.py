@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from lightning_gputime._compat.names import NotMeasured
+from lightning_gputime._compat import NotMeasured
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import (
     Loop,

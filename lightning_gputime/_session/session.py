@@ -21,8 +21,7 @@ from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import Loop, Search, is_distributed
 from lightning_gputime._instrumentation.patching import Attachment, Attachments, do_nothing
 from lightning_gputime._instrumentation.work import WorkCounter
-from lightning_gputime._ledger.examiner import Examiner
-from lightning_gputime._ledger.schedule import ExaminationSchedule
+from lightning_gputime._ledger.examiner import ExaminationSchedule, Examiner
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
