@@ -178,7 +178,7 @@ class BackwardBoundary:
     def _enter_inside_ddp(self, module: nn.Module, *_: Any) -> None:
         # A call of the module that bypasses DDP may be an evaluation.
         if not self._was_ddp_called:
-            self._forward.on_inner_call(module)
+            self._forward.on_call_around_ddp(module)
         self._was_ddp_called = False
         self._recorder.end_wait()
 

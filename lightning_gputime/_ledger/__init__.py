@@ -2,8 +2,8 @@
 
 In a few steps, the examined steps, each line of the user's code is a mark, too.
 
-- `examiner` chooses the examined steps, and marks their lines. `_session.schedule` chooses the timed
-  steps.
+- `examiner` chooses the examined steps, and marks their lines. `_session.schedule` chooses the
+  timed steps.
 - `watch` follows the lines that run. `places` are the functions and lines of the user's code.
 - `pace` decides whether the host or the device set the pace between two marks.
 - `cells` divides an examined step into its times by place, phase and pace.
