@@ -283,7 +283,8 @@ class Fit(BatchState):
                 return True
             return not optimizer.has_any or self._miss_update()
         n, trainer = batch_idx + 1, self.trainer
-        ends = is_due = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        is_due: bool = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        ends = is_due
         if optimizer.updates:
             self._missing_updates_left = math.inf
             ends = True

@@ -258,9 +258,7 @@ class _PlainLoop(BatchState):
     # Loops
 
     def begin(self, session: AnySession) -> None:
-        """Start a loop. If the loop before it has left gradients without an update, continue its
-        open step; else start a step.
-        """
+        """Start a loop. It continues the open step if the loop before it has left gradients."""
         if session.is_attached:
             self.leave(session)
             # Batches that were only read, such as to compute a mean, have left no gradients.

@@ -214,9 +214,10 @@ class Session:
         self._has_read = False  # True once the first step was read.
         # True until the first examined steps were compared with the others.
         self._is_comparison_due = True
-        # Number and time of the timed steps that `_examine_after_slowdown` has compared.
+        # Number and time of the timed steps whose mean was checked for a slowdown.
         self._compared_n = self._compared_ms = 0.0
-        self._slow_ms = 0.0  # Mean time from which it examines more steps; 0 before the first mean.
+        # Mean time from which more steps are examined; 0 before the first mean.
+        self._slow_ms = 0.0
         self._until_end = Attachments()
         self._to_remove = [
             *(self._comparison, self._analyzer, self._surroundings),
@@ -709,10 +710,8 @@ class Session:
                 self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
         self._has_read = True
         self._ledger.add(records)
-        # If some steps are untimed, examined steps only count in the ledger, because they take
-        # longer.
         counted = records
-        if not self.times_all and any(record.lines for record in records):
+        if not self.times_all:  # Examined steps take longer, so they count in the ledger only.
             counted = [record for record in records if not record.lines]
         if counted:
             warmup = min(self._warmup_left, len(counted))
@@ -720,23 +719,20 @@ class Session:
             call_safely(self._readers, ReadSteps(counted, warmup, since_ns))
         if self._is_auto:
             self._cost.add_timed(counted, since_ns)
-        n = self._results.sums.step.n
-        if n - self._compared_n >= _N_COMPARED:
-            self._examine_after_slowdown()
-        if self._is_comparison_due and n >= _MIN_COMPARED and self._ledger.n >= _MIN_EXAMINED:
+        # Examine more steps after a slowdown.
+        step = self._results.sums.step
+        n_newest = step.n - self._compared_n
+        if n_newest >= _N_COMPARED:
+            newest_ms = (step.device_ms - self._compared_ms) / n_newest
+            self._compared_n, self._compared_ms = step.n, step.device_ms
+            if not self._slow_ms:
+                self._slow_ms = _SLOWDOWN * newest_ms
+            elif newest_ms >= self._slow_ms:
+                self._slow_ms *= 2
+                self._examinations.examine_more()
+        if self._is_comparison_due and step.n >= _MIN_COMPARED and self._ledger.n >= _MIN_EXAMINED:
             self._is_comparison_due = False
             self._examine_if_work_is_missing()
-
-    def _examine_after_slowdown(self) -> None:
-        """Examine more steps if the steps since the last call have become slow."""
-        step = self._results.sums.step
-        newest_ms = (step.device_ms - self._compared_ms) / (step.n - self._compared_n)
-        self._compared_n, self._compared_ms = step.n, step.device_ms
-        if not self._slow_ms:
-            self._slow_ms = _SLOWDOWN * newest_ms
-        elif newest_ms >= self._slow_ms:
-            self._slow_ms *= 2
-            self._examinations.examine_more()
 
     def _examine_if_work_is_missing(self) -> None:
         """Examine more steps if those so far lack work that other steps do."""
