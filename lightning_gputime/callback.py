@@ -297,7 +297,7 @@ class Fit(BatchState):
         return ends
 
     def _miss_update(self) -> bool:
-        """Count a missing update. Return True if all were missing so far: then batches end steps."""
+        """Count a missing update. Return True if too many are missing: then batches end steps."""
         self._missing_updates_left -= 1
         return self._missing_updates_left < 0
 

@@ -312,9 +312,9 @@ def test_clock_of_the_gpu_is_not_measured_without_its_kernel(no_names: None) -> 
 
 
 def test_autocast_is_assumed_on_if_its_state_is_unreadable(request: pytest.FixtureRequest) -> None:
-    assert not torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
+    assert not torch_.enables_autocast(torch.autocast("cpu", enabled=False))
     request.getfixturevalue("no_names")
-    assert torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
+    assert torch_.enables_autocast(torch.autocast("cpu", enabled=False))
     assert len(compat.not_measured(["torch"])) == 1
 
 

@@ -544,19 +544,18 @@ class EvaluationSearch:
     ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
         self._wall_clock = wall_clock
-        self._open_span: tuple[_Position, int] | None = (
-            None  # Position and start of an untimed span.
-        )
+        # Position and start (on the host) of the running untimed span.
+        self._open_span: tuple[_Position, int] | None = None
         self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.
         self.has_found = False
         """True once an evaluation was found inside a step."""
-        self._was_at_start = False  # True if the newest timed step began with its inner calls.
         self.is_pending = False
         """True if the open step has calls in eval mode, so `decide_evaluations` must be called."""
-        # Only steps with inner calls, that is calls in eval mode before the last update: the newest
-        # of these steps as (step index, number of inner calls), and the number of all of them.
+        # Earlier steps. Inner calls are calls in eval mode before the last update of a step.
+        self._begins_with_calls = False  # True if the newest timed step began with its inner calls.
+        # Index and number of inner calls of the newest steps that have any.
         self._inner_calls: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
-        self._n_steps_with_inner_calls = 0
+        self._n_steps_with_inner_calls = 0  # Of all steps.
         self._first_had_inner_calls = False
         self.reset()
 
@@ -597,15 +596,16 @@ class EvaluationSearch:
         return position
 
     def start_untimed_span(self, position: _Position) -> None:
-        """Start a span, unless this call continues a span.
-
-        As in timed steps, calls in a named phase, and between forward and the update, are never
-        excluded.
-        """
+        """Start a span, unless this call continues a span."""
+        if self._open_span is not None:
+            return
+        # As in timed steps, calls in a named phase, and between forward and the update, are never
+        # excluded.
         forwards, updates = position
-        may_be_excluded = not forwards or updates > 0
-        if self._open_span is None and may_be_excluded and not self._recorder.named.names:
-            self._open_span = position, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
+        is_before_update = forwards > 0 and not updates
+        if is_before_update or self._recorder.named.names:
+            return
+        self._open_span = position, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
 
     def end_untimed_span(self) -> None:
         """End the open span, if any, because other work of the step follows."""
@@ -629,27 +629,33 @@ class EvaluationSearch:
         has_final = end in self._calls and (updates > 0 or end in self._positions_after_backward)
         n_final = self._calls[end] if has_final else 0
         n_inner = self._calls.total() + self._generations - n_final
+        # Spans of marks of a timed step. An untimed step has none.
         labels = [MAYBE_EVALUATION, GENERATE] if self._generations else [MAYBE_EVALUATION]
-        spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
-        final_spans = [spans.pop()] if ends_in_span and has_final else []
-        are_inner_excluded = (
-            not n_inner or self._is_inference or self._is_exception(n_inner, spans, step)
+        inner_spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
+        final_spans = [inner_spans.pop()] if ends_in_span and has_final else []
+        excludes_inner = (
+            not n_inner or self._is_inference or self._is_exception(n_inner, inner_spans, step)
         )
-        inner_spans = spans if are_inner_excluded else []
-        # In a timed step, exclude the marks, from the last span to the first: for a span that is
-        # only preceded by a fetch, `exclude_evaluation` also excludes this fetch. An earlier span
-        # that is already excluded would no longer separate a later span from the fetch.
-        for first, stop in [*final_spans, *reversed(inner_spans)]:
+        excluded = [*inner_spans, *final_spans] if excludes_inner else final_spans
+        # Exclude from the last span to the first: for a span that is only preceded by a fetch,
+        # `exclude_evaluation` also excludes this fetch. An earlier span that is already excluded
+        # would no longer separate a later span from the fetch.
+        for first, stop in reversed(excluded):
             self.has_found = True
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
-        # An untimed step has no marks: exclude its spans, of which the last may still be open.
+        # Spans of an untimed step on the host's clock, of which the last may still be open.
         self.end_untimed_span()
         for position, ns in self._spans_ns.items():
-            if are_inner_excluded or (has_final and position == end):
+            if excludes_inner or (has_final and position == end):
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
                 # For a timed step, the session moves the time, once it has read the marks.
                 self._wall_clock.move(STEPS, EVALUATION, ns / 1e6)
+        self._remember_inner_calls(n_inner, step)
+        self.reset()
+
+    def _remember_inner_calls(self, n_inner: int, step: int) -> None:
+        """Remember the number of inner calls of a step, to compare later steps with it."""
         if self.had_inner_calls(step):
             # The loop was left inside this step, which continued in another loop. So this is the
             # second decision on the step: forget the first.
@@ -659,16 +665,18 @@ class EvaluationSearch:
             self._first_had_inner_calls |= step == 0
             self._inner_calls.append((step, n_inner))
             self._n_steps_with_inner_calls += 1
-        self.reset()
 
     def had_inner_calls(self, step: int) -> bool:
         """Return whether a recent step had calls in eval mode before its last update."""
         return any(index == step for index, _ in self._inner_calls)
 
     def _is_exception(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
-        """Return whether the inner calls of a step are an exception, compared with earlier steps.
+        """Return True if the inner calls of a step are an exception, compared with earlier steps.
 
-        `spans` are their marks. The index `step` is also the number of earlier steps.
+        Args:
+            n_inner: Number of the inner calls.
+            spans: Their marks; empty in an untimed step.
+            step: Index of the step, which is also the number of earlier steps.
         """
         n_compared = min(step, _N_COMPARED_STEPS)
         counts = [n for index, n in self._inner_calls if step - n_compared <= index < step]
@@ -681,18 +689,18 @@ class EvaluationSearch:
             return True  # All steps have such calls, and this step has more.
         # If the loop evaluates after `step()`, each step but the first begins with an evaluation.
         # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
-        if self._recorder.state is not IDLE:
+        if self._recorder.state is not IDLE:  # An untimed step does not show it.
             labels = self._recorder.open.labels
-            self._was_at_start = len(spans) == 1 and is_fetch(labels[: spans[0][0]])
+            self._begins_with_calls = len(spans) == 1 and is_fetch(labels[: spans[0][0]])
         n_without_in_all = step - self._n_steps_with_inner_calls
         only_first_without = n_without_in_all == 1 and not self._first_had_inner_calls
-        return self._was_at_start and only_first_without and {*counts} <= {n_inner}
+        return self._begins_with_calls and only_first_without and {*counts} <= {n_inner}
 
 
 def _spans_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Span], bool]:
-    """Return the spans of marks with a searched label, and True if the last span is open.
+    """Return the spans of marks with a searched label, and True if the step ends inside the last.
 
-    A span lasts until work of the step follows; until then it is open. Other marks may lie inside.
+    Work of the step separates two spans. Other marks may lie inside a span.
     """
     spans: list[_Span] = []
     is_open = False
