@@ -407,7 +407,11 @@ class Session:
         is_examined, examination_cost = mode is EXAMINED, 0.0
         if is_examined:
             self._examiner.stop()
-            examination_cost = self._examination_cost()
+            # Time that this step took longer than the mean step before, in mean steps.
+            took_ns = wall_clock.steps_ns(self._host_ns()) - self._examination_ns
+            n_before = max(self._ended - _FIRST_STEPS, 1)
+            mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
+            examination_cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
         elif mode is TIMED and self._time_trial is not None:
             self._time_trial()
         self._newest = number
@@ -611,13 +615,6 @@ class Session:
             self._enter(EXAMINED)
         self.recorder.examine(lines)
 
-    def _examination_cost(self) -> float:
-        """Return the time that the examined step takes longer than the mean step, in mean steps."""
-        took_ns = self._wall_clock.steps_ns(self._host_ns()) - self._examination_ns
-        n_before = max(self._ended - _FIRST_STEPS, 1)
-        mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
-        return max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
-
     def _step_examined(self, cost: float) -> None:
         """Keep what the examiner has found in the step that ended last, and choose the next."""
         number = self._newest or 0
@@ -730,19 +727,15 @@ class Session:
             elif newest_ms >= self._slow_ms:
                 self._slow_ms *= 2
                 self._examinations.examine_more()
+        # Examine more steps if those so far lack work that other steps do.
         if self._is_comparison_due and step.n >= _MIN_COMPARED and self._ledger.n >= _MIN_EXAMINED:
             self._is_comparison_due = False
-            self._examine_if_work_is_missing()
-
-    def _examine_if_work_is_missing(self) -> None:
-        """Examine more steps if those so far lack work that other steps do."""
-        sums = self._results.sums
-        n = sums.step.n
-        phases_ms = {
-            name: phase.device_ms / n for name, phase in sums.phases.items() if "/" not in name
-        }
-        if self._ledger.differs_from(phases_ms, sums.step.device_ms / n):
-            self._examinations.examine_more()
+            phases = self._results.sums.phases
+            phases_ms = {
+                name: phases[name].device_ms / step.n for name in phases if "/" not in name
+            }
+            if self._ledger.differs_from(phases_ms, step.device_ms / step.n):
+                self._examinations.examine_more()
 
     def _call_observers(self, steps: ReadSteps) -> None:
         """Call the user's observers. An observer may read or remove the timer."""
