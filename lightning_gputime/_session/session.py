@@ -717,7 +717,8 @@ class Session:
         if self._is_auto:
             self._cost.add_timed(counted, since_ns)
         # Examine more steps after a slowdown.
-        step = self._results.sums.step
+        sums = self._results.sums
+        step = sums.step
         n_newest = step.n - self._compared_n
         if n_newest >= _N_COMPARED:
             newest_ms = (step.device_ms - self._compared_ms) / n_newest
@@ -730,7 +731,7 @@ class Session:
         # Examine more steps if those so far lack work that other steps do.
         if self._is_comparison_due and step.n >= _MIN_COMPARED and self._ledger.n >= _MIN_EXAMINED:
             self._is_comparison_due = False
-            phases = self._results.sums.phases
+            phases = sums.phases
             phases_ms = {
                 name: phases[name].device_ms / step.n for name in phases if "/" not in name
             }
