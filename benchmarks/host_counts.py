@@ -155,7 +155,7 @@ def count(way: str, every_n_steps: int = 1, *, is_noisy: bool = False) -> Calls:
         patch("lightning_gputime._timer.loop_time", lambda: time.read),
         patch("time.perf_counter_ns", time.read),
         # Examine steps only while settling: `lines` has its own benchmark, `cold_cost.py`.
-        patch("lightning_gputime._ledger.schedule._GROWTH", NEVER),
+        patch("lightning_gputime._ledger.examiner._GROWTH", NEVER),
     ):
         try:
             WAYS[way](time, calls, every_n_steps)

@@ -18,8 +18,7 @@ from lightning_gputime._instrumentation.loop import Loop, loaders_in
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
 from lightning_gputime._instrumentation.traced import NamedPhase
 from lightning_gputime._ledger.examiner import forwards_of
-from lightning_gputime._ledger.ledger import Ledger
-from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._ledger.ledger import Ledger, OutsideLines
 from lightning_gputime._loader.stages import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.measurement import CostlySetting, Environment

@@ -87,12 +87,13 @@ class Fit(BatchState):
         # True between our hooks at the start and at the end of a batch, while there are hooks.
         self._in_batch = False
         # True for a `training_step(dataloader_iter)`, which fetches its batches itself.
-        self._fetches = "dataloader_iter" in signature(model.training_step).parameters
+        self._step_fetches = "dataloader_iter" in signature(model.training_step).parameters
         # True if micro-batches have ended since the last step. A step may span epochs.
         self._accumulates = False
         # Exception that was already being handled when the epoch began.
         self._handled: BaseException | None = None
-        # Number of due updates that may still be missing; infinite once an update was recorded.
+        # Number of due updates that may still be missing before batches end steps; infinite once an
+        # update was recorded.
         self._missing_updates_left: float = (
             _MAX_MISSING_UPDATES if model.automatic_optimization else _MAX_MISSING_MANUAL
         )
@@ -112,7 +113,7 @@ class Fit(BatchState):
             trains_in_closure=model.automatic_optimization,
             batch=self,
             needs_updates=not model.automatic_optimization,
-            expects=[] if self._fetches else lightning_.expected_of(trainer, others),
+            expects=[] if self._step_fetches else lightning_.expected_of(trainer, others),
             # An overridden `optimizer_step` may skip updates that the trainer counts.
             counts_steps=model.automatic_optimization
             and not lightning_.defines(model, "optimizer_step"),
@@ -190,7 +191,7 @@ class Fit(BatchState):
         try:
             # Lightning ends a batch that is None without starting it. The time of this batch is
             # `data` of the next batch.
-            if batch is None and not (self._in_batch or self._fetches):
+            if batch is None and not (self._in_batch or self._step_fetches):
                 return
             session = self._session
             if not self.has_hooks:
@@ -198,7 +199,7 @@ class Fit(BatchState):
                 # wrong before. Without calls of functions, because most batches end here.
                 n, trainer = batch_idx + 1, self.trainer
                 if session.needs_updates:
-                    ends = self._ends_step(batch_idx)
+                    ends = self._decide_step_end(batch_idx)
                 else:
                     ends = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
                 if ends and session.end_step_without_hooks(self._step_number()):
@@ -207,32 +208,38 @@ class Fit(BatchState):
             self._in_batch = self.is_open = False
             has_updated = session.optimizer.updates > 0
             if has_updated and session.times_all and self._model.automatic_optimization:
+                # The same as `_decide_step_end` does in the most common case, without a call.
                 self._accumulates = False
                 self._missing_updates_left = math.inf
             else:
-                self._accumulates = not self._ends_step(batch_idx)
+                self._accumulates = not self._decide_step_end(batch_idx)
             if self._accumulates:
                 session.batch_ends(CALLBACKS)
-            else:
-                if not session.end_step(self._step_number(), CALLBACKS):
-                    self._follow_hooks()
-                if not self._wall_clock.has_stepped:
-                    self._wall_clock.end_first_step()
+                return
+            has_hooks = session.end_step(self._step_number(), CALLBACKS)
+            if not has_hooks:
+                self._follow_hooks()
+            if not self._wall_clock.has_stepped:
+                self._wall_clock.end_first_step()
         except Exception as error:
             self._fail(error)
 
     # Validations
 
-    def evaluation_begins(self, trainer: Any) -> None:
-        """Start a validation in a callback hook, unless the trainer's actions report it."""
-        if not self._actions_report_validations_of(trainer):
+    def on_validation_start(self, trainer: Any) -> None:
+        """Start a validation at this hook of a callback, if no action of this fit has started it.
+
+        `trainer` may be another trainer, which a callback of this fit runs.
+        """
+        if not self._starts_validations_of(trainer):
             self.start_validation()
 
-    def evaluation_ends(self, trainer: Any) -> None:
-        if not self._actions_report_validations_of(trainer):
+    def on_validation_end(self, trainer: Any) -> None:
+        if not self._starts_validations_of(trainer):
             self.end_validation()
 
-    def _actions_report_validations_of(self, trainer: Any) -> bool:
+    def _starts_validations_of(self, trainer: Any) -> bool:
+        """Return True if actions of this fit call `start_validation`, before any callback."""
         return trainer is self.trainer and self._actions.reports_validations
 
     def start_validation(self, *_: Any, **__: Any) -> None:
@@ -253,47 +260,44 @@ class Fit(BatchState):
 
     def _follow_hooks(self) -> None:
         """Remove or attach the trainer's actions, as the session has done with its hooks."""
-        if (self._session.mode is not OFF) is not self.has_hooks:
-            self.has_hooks = not self.has_hooks
-            attachments = self._actions.attachments
-            if self.has_hooks:
-                attachments.reattach()
-            else:
-                attachments.suspend()
+        has_hooks = self._session.mode is not OFF
+        if has_hooks is self.has_hooks:
+            return
+        self.has_hooks = has_hooks
+        if has_hooks:
+            self._actions.attachments.reattach()
+        else:
+            self._actions.attachments.suspend()
 
-    def _ends_step(self, batch_idx: int) -> bool:
-        """Return True if a step ends with this batch, by the boundaries that hooks recorded.
+    def _decide_step_end(self, batch_idx: int) -> bool:
+        """Decide by the updates of this batch whether it ends a step. Return True if it does.
 
-        If the trainer's count of batches gives another result, stop using that count.
+        Count an update that is due and missing. If the trainer's count of batches gives another
+        result, stop using that count.
         """
-        session = self._session
+        session, optimizer = self._session, self._session.optimizer
         if not self._model.automatic_optimization:
             # With manual optimization, only updates show where a step ends.
-            if session.optimizer.has_updated:
+            if optimizer.has_updated:
                 self._missing_updates_left = math.inf
-            elif session.optimizer.has_any:
-                self._missing_updates_left -= 1
-                return self._missing_updates_left < 0
-            return True
+                return True
+            return not optimizer.has_any or self._miss_update()
         n, trainer = batch_idx + 1, self.trainer
-        is_due = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if session.optimizer.updates:
+        is_due: bool = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        ends = is_due
+        if optimizer.updates:
             self._missing_updates_left = math.inf
             ends = True
-        else:
-            ends = is_due and self._ends_without_update()
+        # `has_updated` is also True for an update that was tried and skipped. An overridden
+        # `optimizer_step` may even skip the attempt.
+        elif is_due and not optimizer.has_updated and optimizer.has_any:
+            ends = trainer.is_last_batch or self._miss_update()
         if ends != is_due:
             session.rely_on_updates()
         return ends
 
-    def _ends_without_update(self) -> bool:
-        """Return True if the step ends although no update was counted. Count missing updates."""
-        optimizer = self._session.optimizer
-        # `has_updated` is also True for an update that was tried and skipped.
-        if optimizer.has_updated or not optimizer.has_any or self.trainer.is_last_batch:
-            return True
-        # An overridden `optimizer_step` may skip updates. If no update is ever recorded, fall back
-        # to the trainer's count.
+    def _miss_update(self) -> bool:
+        """Count a missing update. Return True if too many are missing: then batches end steps."""
         self._missing_updates_left -= 1
         return self._missing_updates_left < 0
 
@@ -313,7 +317,8 @@ class Fit(BatchState):
             # A hook at the end of the last batch ran the update. The trainer has already counted
             # that batch.
             self._accumulates = False
-            if not session.end_step(self._step_number() - 1, CALLBACKS):
+            has_hooks = session.end_step(self._step_number() - 1, CALLBACKS)
+            if not has_hooks:
                 self._follow_hooks()
         if recorder.state is PAUSED:
             recorder.resume(FETCH)
@@ -458,7 +463,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @property
     def log(self) -> Any:
-        """The method `log` of the LightningModule."""
+        """Method `log` of the LightningModule, which Lightning sets on each callback."""
         if "log" not in vars(self):
             raise AttributeError("log")
         return vars(self)["log"]
@@ -475,7 +480,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """Start the wall clock if the Trainer of the module with this method `log` runs a fit."""
         trainer = None
         with suppress(AttributeError, RuntimeError):  # A module that has no Trainer yet.
-            trainer = log.__self__.trainer
+            module = log.__self__
+            trainer = module.trainer
         if trainer is not None and trainer.state.fn == "fit":
             start_ns, self._run_start_ns = self._run_start_ns, None
             self._start_clock(trainer, start_ns)
@@ -558,14 +564,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
             if self._fit is not None:
-                self._fit.evaluation_begins(trainer)
+                self._fit.on_validation_start(trainer)
             self._start_evaluation("val", trainer, pl_module)
 
     @never_raises
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._wall_clock.add_after_batches(self._evaluations.end())
         if self._fit is not None:
-            self._fit.evaluation_ends(trainer)
+            self._fit.on_validation_end(trainer)
 
     @never_raises
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -666,12 +672,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # Without a timed step of this fit, keep the file of an earlier fit.
         path = self._live_file.path
         has_trained = self._wall_clock is self._results.wall_clock
-        if path is None or not has_trained:
+        if path is None or not has_trained or self.last_step is None:
             return
-        if self.last_step is not None:
-            is_saved = self._live_file.try_to_save(path, self.save)
-            if is_saved and has_failed:
-                messages.warning(_SAVED, path)
+        is_saved = self._live_file.try_to_save(path, self.save)
+        if is_saved and has_failed:
+            messages.warning(_SAVED, path)
 
     def _drop_fit(self) -> None:
         if self._fit is not None:
@@ -679,14 +684,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit = None
 
     def _leave(self, trainer: pl.Trainer) -> None:
-        """End what a trainer is running: a fit, or an evaluation inside another trainer's fit."""
+        """End the timing of a trainer that is done: of its fit, or of its evaluation.
+
+        The evaluation may run inside a fit of another trainer, which continues.
+        """
         for name in _MODEL_METHODS:
             vars(self).pop(name, None)
         if self._fit is None or self._fit.trainer is trainer:
             self._detach()
         elif self._evaluations.is_running:
             self._evaluations.abort()
-            self._fit.evaluation_ends(trainer)
+            self._fit.on_validation_end(trainer)
 
     def _detach(self) -> None:
         self._drop_fit()

@@ -62,7 +62,7 @@ _LEFT_OVER = (
 
 
 class _Seen(Enum):
-    """Actions of a loop over `steps` on its batches so far."""
+    """What a loop over `steps` has done with its batches so far."""
 
     NOTHING = 0
     AHEAD = 1  # It fetches a batch before it works on the previous batch.
@@ -70,23 +70,27 @@ class _Seen(Enum):
     TRAINING = 3
 
 
+_Progress = tuple[int, int]
+"""Number of the open step, and number of its micro-batches that have ended."""
+
+
 class Steps(Generic[T]):
     """Wrapper of a loader that times loops over it. Like the loader, it can be iterated again."""
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
         self._iterate, self._loader = iterate, loader
-        self._begun: Iterator[T] | None = None  # Iteration that `next(steps)` has started.
+        # Iterator that `next(steps)` has started, and that the next `for` loop continues.
+        self._iterator: Iterator[T] | None = None
 
     def __iter__(self) -> Iterator[T]:
         # Return the iterator itself, so that a `for` loop has no extra call per batch.
-        begun, self._begun = self._begun, None
-        return self._iterate() if begun is None else begun
+        iterator, self._iterator = self._iterator, None
+        return self._iterate() if iterator is None else iterator
 
     def __next__(self) -> T:
-        # A later `for` loop continues the iteration that the first `next` starts.
-        if self._begun is None:
-            self._begun = self._iterate()
-        return next(self._begun)
+        if self._iterator is None:
+            self._iterator = self._iterate()
+        return next(self._iterator)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # raises TypeError without a length
@@ -127,12 +131,12 @@ class _PlainLoop(BatchState):
         self._wall_clock = wall_clock
         self._step = self._first_step  # Number of the open step.
         self._micro_batches = 0  # Number of micro-batches of the open step that have ended.
-        # `(_step, _micro_batches)` at the start of the running body of a loop over `steps`; None
-        # outside of a body. If it still equals the current values, the body has not called `step`.
-        self._body: tuple[int, int] | None = None
+        # Progress at the start of the running body of a loop over `steps`; None outside of a body.
+        # If there is progress since then, the body has called `step`.
+        self._body: _Progress | None = None
 
     @property
-    def has_body(self) -> bool:
+    def is_in_body(self) -> bool:
         """True in the body of a loop over `steps`."""
         return self._body is not None
 
@@ -174,14 +178,18 @@ class _PlainLoop(BatchState):
                     raise
                 session = timer._session  # The body may have removed or attached the timer.
                 try:
-                    # `batch_begins` marks `other`. If that is still the label, the body may have
-                    # skipped the batch. An untimed step has no label.
-                    label = session.recorder.label
-                    is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
-                    if is_usual and seen is not _Seen.NOTHING and self._body is body:
+                    label = session.recorder.label  # None in an untimed step.
+                    if seen is _Seen.TRAINING:
+                        # `batch_begins` has marked `other`. If that is still the label, the body
+                        # may have skipped the batch.
+                        has_worked = label != OTHER
+                    else:
+                        has_worked = label is None and seen is not _Seen.NOTHING
+                    if has_worked and self._body is body:
+                        # The most common case: `_end_unusual_batch` decides on all others.
                         self._body = None
-                        has_ended = body != (self._step, self._micro_batches)
-                        if session.is_attached and not has_ended:
+                        has_called_step = body != (self._step, self._micro_batches)
+                        if session.is_attached and not has_called_step:
                             self.end_batch(timer)
                     else:
                         seen = self._end_unusual_batch(timer, seen)
@@ -194,24 +202,29 @@ class _PlainLoop(BatchState):
         timer._safely(self._end_loop, seen)
 
     def _end_unusual_batch(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
-        """End a batch that may be an evaluation, or skipped. Return the new state of the loop."""
+        """End a batch that may be an evaluation, or skipped. Return what the loop has done so far.
+
+        `seen` is what it had done before this batch.
+        """
         session = timer._session
         if session.has_only_fetched(is_first=seen is _Seen.NOTHING):
             # The loop looks ahead, groups or zips batches, or skips this batch. Its time belongs to
             # the next step.
             session.batch_ends()
             return _Seen.AHEAD if seen is _Seen.NOTHING else seen
-        has_ended = self._body != (self._step, self._micro_batches)
+        has_called_step = self._body != (self._step, self._micro_batches)
         self._body = None
         is_timed = session.recorder.label is not None
         is_evaluation = session.has_evaluated
         if is_evaluation and seen is not _Seen.TRAINING:
             session.begin_step()  # Drops the evaluation.
-        elif session.is_attached and not has_ended:
+        elif session.is_attached and not has_called_step:
             self.end_batch(timer)
         if seen in (_Seen.AHEAD, _Seen.TRAINING):
             return seen
-        return _Seen.TRAINING if is_timed and not is_evaluation else _Seen.EVALUATION
+        # An untimed batch does not show whether it trains, so leave that to a later batch.
+        has_trained = is_timed and not is_evaluation
+        return _Seen.TRAINING if has_trained else _Seen.EVALUATION
 
     def end_batch(self, timer: "GPUPhaseHooks") -> None:
         """End a batch, and the step if it was its last micro-batch."""
@@ -220,6 +233,7 @@ class _PlainLoop(BatchState):
         if self._accumulate_grad_batches > 1:
             is_last = self._micro_batches >= self._accumulate_grad_batches
         else:
+            # With accelerate, an update follows this batch if gradients are synchronized.
             is_last = self._gradient_state is None or self._gradient_state.sync_gradients
         if not (is_last or session.optimizer.has_updated):
             session.batch_ends()
@@ -244,18 +258,20 @@ class _PlainLoop(BatchState):
     # Loops
 
     def begin(self, session: AnySession) -> None:
-        """Start a loop, which may continue the open step of the loop before it."""
+        """Start a loop. It continues the open step if the loop before it has left gradients."""
         if session.is_attached:
             self.leave(session)
-            # Batches that were only read, such as to compute a mean, are not part of any step.
+            # Batches that were only read, such as to compute a mean, have left no gradients.
             has_gradients = self._micro_batches and not session.has_only_fetched(is_first=True)
-            if has_gradients and session.recorder.threads.home == get_ident():
+            is_same_thread = session.recorder.threads.home == get_ident()
+            if has_gradients and is_same_thread:
                 session.continue_in_loop()
             elif session.is_attached:  # An observer may have removed the timer meanwhile.
                 session.begin_step()
         self._body, self._micro_batches = None, 0
 
     def _end_loop(self, session: AnySession, seen: _Seen) -> None:
+        """End a loop that has read all batches. Its step continues if work or an update follows."""
         if seen is _Seen.AHEAD and self._body is None:
             # The work on the last batch is still to come.
             self._body = self._step, self._micro_batches
@@ -267,15 +283,17 @@ class _PlainLoop(BatchState):
 
     def _leave_body(self, session: AnySession) -> None:
         """End the step in which the loop was left, if its work was complete."""
-        is_in_batch = self._body == (self._step, self._micro_batches)
+        # False outside of a body, or if the body has called `step`: then no batch is open.
+        is_batch_open = self._body == (self._step, self._micro_batches)
         self._body = None
-        may_end = is_in_batch or (self._micro_batches > 0 and session.optimizer.has_updated)
-        if may_end and session.leave_loop(self._step):  # This ends the step if it can.
+        has_late_update = self._micro_batches > 0 and session.optimizer.has_updated
+        has_ended = (is_batch_open or has_late_update) and session.leave_loop(self._step)
+        if has_ended:
             self._step += 1
             self._micro_batches = 0
             return
         has_gradients = BACKWARD in session.recorder.open.phases
-        if is_in_batch and session.needs_updates and has_gradients:
+        if is_batch_open and session.needs_updates and has_gradients:
             # A later loop may run the update that uses the gradients of this batch.
             session.batch_ends(BETWEEN)
             self._micro_batches += 1
@@ -286,8 +304,8 @@ class _PlainLoop(BatchState):
         With a fixed `accumulate_grad_batches`, leftover micro-batches are dropped.
         """
         updates = session.optimizer.updates
-        # A step that was left early may contain two updates of each optimizer, and of an optimizer
-        # that was not passed. With more updates, the loop has run steps that were not counted.
+        # A step that was left early may contain two updates of each optimizer that was passed, and
+        # of one that was not. With more updates, the loop has run steps that were not counted.
         max_updates = 2 * (self._n_optimizers + 1)
         if updates > max_updates:
             session.recorder.warn_once(_UNCOUNTED, updates)
@@ -295,9 +313,9 @@ class _PlainLoop(BatchState):
             self._micro_batches = 0
         # A batch that is not trained on has two marks, `data/fetch` and `other`. The last mark is
         # the end of the loop.
-        untrained = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
-        if untrained >= _MIN_UNTRAINED and session.has_only_fetched(is_first=True):
-            session.recorder.warn_once(_UNTRAINED, untrained)
+        n_untrained = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
+        if n_untrained >= _MIN_UNTRAINED and session.has_only_fetched(is_first=True):
+            session.recorder.warn_once(_UNTRAINED, n_untrained)
         self._leave_body(session)
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
             left, self._micro_batches = self._micro_batches, 0
@@ -382,7 +400,7 @@ class GPUPhaseHooks(Timer):
         )
         # True in a loop over `steps` that evaluates the model, and is part of no step.
         self._is_evaluating = False
-        self._interrupts_batch = False  # True if that loop has interrupted a batch.
+        self._has_interrupted_batch = False  # True if that loop runs inside a batch of another.
 
     def attach(self) -> Self:
         """Attach the hooks and start a new measurement. Safe to call twice."""
@@ -454,9 +472,8 @@ class GPUPhaseHooks(Timer):
         finally:
             self._finish()
         if not self._plain.has_stepped:
-            messages.warning(
-                "No step has ended: %s", _ALTERNATING_THREADS if has_other_threads else _NO_STEP
-            )
+            why = _ALTERNATING_THREADS if has_other_threads else _NO_STEP
+            messages.warning("No step has ended: %s", why)
 
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
@@ -485,10 +502,13 @@ class GPUPhaseHooks(Timer):
         return Steps(partial(self._iterate, iterable), iterable)
 
     def _iterate(self, iterable: Iterable[T]) -> Iterator[T]:
-        may_train = torch.is_grad_enabled() or not self._session.forward.has_trained
-        if may_train or is_training(self._loop.model):
-            return self._plain.iterate(self, iterable)
-        return self._evaluate(iterable)
+        # A model that was never trained may be used for inference, whose batches are steps.
+        is_evaluation = (
+            not torch.is_grad_enabled()
+            and self._session.forward.has_trained
+            and not is_training(self._loop.model)
+        )
+        return self._evaluate(iterable) if is_evaluation else self._plain.iterate(self, iterable)
 
     def step(self) -> None:
         """End a step (or a micro-batch). Call it at the end of the loop's body.
@@ -529,14 +549,14 @@ class GPUPhaseHooks(Timer):
                 if self._is_evaluating:
                     self._session.recorder.pause(now=True)
                 else:
-                    # Training steps ran in between.
+                    # The body has run training steps, which ended the evaluation.
                     self._safely(self._start_evaluation)
         finally:
             self._safely(self._end_evaluation)
 
     def _start_evaluation(self, session: AnySession) -> None:
         self._is_evaluating = True
-        self._interrupts_batch = self._plain.is_open
+        self._has_interrupted_batch = self._plain.is_open
         self._plain.close()
         self._wall_clock.enter_phase(EVALUATION)
         session.recorder.pause(now=True)
@@ -545,10 +565,10 @@ class GPUPhaseHooks(Timer):
         """End the running evaluation, if any. The training continues."""
         if self._is_evaluating:
             self._is_evaluating = False
-            if self._interrupts_batch:
+            if self._has_interrupted_batch:
                 self._plain.open()
             self._wall_clock.leave_phase(EVALUATION)
-            session.recorder.resume(OTHER if self._plain.has_body else DATA)
+            session.recorder.resume(OTHER if self._plain.is_in_body else DATA)
 
     def _forget(self, session: AnySession) -> None:
         self._wall_clock.stop(session.ended_ns)

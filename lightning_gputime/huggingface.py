@@ -4,7 +4,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -45,6 +45,13 @@ _EVENTS = (
 )
 
 
+class _TrainCall(NamedTuple):
+    """A running call of `Trainer.train`, which sets up before `on_train_begin`."""
+
+    trainer: weakref.ref[Trainer]
+    start_ns: int
+
+
 @takes_options
 class TransformersPhaseTimer(Timer, TrainerCallback):
     """Log the time of each phase of training steps in transformers' Trainer.
@@ -82,9 +89,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._trainer: Any = None  # The Trainer that trains, from `on_train_begin` on.
         # Exception that was being handled when training began.
         self._handled: BaseException | None = None
-        # The Trainer whose `train` was called, which sets up before `on_train_begin`, and the host
-        # time of that call (in ns). None if no `train` is running.
-        self._train_call: tuple[weakref.ref[Trainer], int] | None = None
+        self._train_call: _TrainCall | None = None
         self._train_patches: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False  # True when training has ended, until the table is shown.
         # The callback that precedes the timer when no training runs.
@@ -98,8 +103,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # Means of the newest evaluation, until the Trainer logs them.
         self._evaluation_means = dict[str, float]()
         self._unlogged = dict[str, float]()  # Means of steps for the Trainer's next log.
-        # The newest log, and the keys that were added to it.
-        self._added: tuple[dict[str, Any], list[str]] = ({}, [])
+        self._newest_logs = dict[str, Any]()  # Logs that the Trainer is passing to its callbacks.
+        self._added_keys = list[str]()  # Keys that were added to them.
         self._watch_train(Trainer)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,11 +141,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _start_train_call(self, trainer: Trainer, *_: Any, **__: Any) -> bool:
         # `train` of a subclass may call `train` of its base class. Both are patched.
-        is_running = self._train_call is not None and self._train_call[0]() is trainer
+        is_running = self._train_call is not None and self._train_call.trainer() is trainer
         is_ours = any(found is self for found in transformers_.callbacks_of(trainer))
         if is_running or not is_ours:
             return False
-        self._train_call = weakref.ref(trainer), self._host_ns()
+        self._train_call = _TrainCall(weakref.ref(trainer), self._host_ns())
         return True
 
     def _end_train_call(self, _: Any) -> None:
@@ -192,7 +197,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._unlogged.clear()
         self._has_fetched = False
         clock = self._clock_for(args.device, report_cpu=state.is_world_process_zero)
-        called_ns = None if self._train_call is None else self._train_call[1]
+        called_ns = None if self._train_call is None else self._train_call.start_ns
         functions = [*transformers_.functions_to_name(trainer)]
         self._start_wall_clock(called_ns, functions)
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
@@ -231,8 +236,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # This is the last callback before the loader's workers start.
         self._session.recorder.mark_instead(DATA, FETCH)
 
-    def _start_batches(self, *_: Any, **__: Any) -> None:
-        # The loader's workers start next.
+    def _start_epoch(self, *_: Any, **__: Any) -> None:
+        """Return to the steps on the wall clock, before the loader's workers start."""
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
 
@@ -304,7 +309,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _end_if_failed(self, _: Any) -> None:
         """End the measurement if the training failed or this timer was removed from the Trainer.
 
-        The Trainer notifies callbacks of neither.
+        In both cases the Trainer does not call `on_train_end` of this timer.
         """
         trainer, error = self._trainer, sys.exception()
         if trainer is None:
@@ -375,35 +380,36 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        added = dict[str, float]()
-        if f"{self._stage}_runtime" in logs:  # The logs of an evaluation.
-            added, self._evaluation_means = self._evaluation_means, {}
-            if added and state.log_history:
+        means = dict[str, float]()
+        is_of_evaluation = f"{self._stage}_runtime" in logs
+        if is_of_evaluation:
+            means, self._evaluation_means = self._evaluation_means, {}
+            if means and state.log_history:
                 # Insert a separate entry, because model cards have a column for each key in the
                 # entry of `eval_loss`.
-                entry = {"epoch": state.epoch, "step": state.global_step, **added}
+                entry = {"epoch": state.epoch, "step": state.global_step, **means}
                 state.log_history.insert(-1, entry)
-        is_last = "train_runtime" in logs
-        if is_last or "loss" in logs:
-            if is_last or self._options.sync_ranks == "log":
+        is_end_of_training = "train_runtime" in logs
+        if is_end_of_training or "loss" in logs:
+            if is_end_of_training or self._options.sync_ranks == "log":
                 self._session.compare_ranks()
-            self._session.log_means()
+            self._session.log_means()  # Fills `_unlogged`.
             if state.log_history:
                 # The Trainer has already copied these logs into the newest entry.
                 state.log_history[-1].update(self._unlogged)
-            added |= self._unlogged
+            means |= self._unlogged
             self._unlogged.clear()
         # Without a patched Trainer, `_end_log` would not remove the keys from the logs, and
         # `evaluate` would return them.
         if self._trainer is not None:
-            self._added = logs, [*added]
-            logs.update(added)
+            self._newest_logs, self._added_keys = logs, [*means]
+            logs.update(means)
 
     def _end_log(self, _: Any) -> None:
         # Remove the keys, because a Trainer may return its logs or make decisions by them.
-        (logs, added), self._added = self._added, ({}, [])
-        for key in added:
-            logs.pop(key, None)
+        for key in self._added_keys:
+            self._newest_logs.pop(key, None)
+        self._newest_logs, self._added_keys = {}, []
 
     # Patches of a Trainer
 
@@ -422,7 +428,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         check_end = Calls(do_nothing, self._end_if_failed)
         calls = {
             "end": check_end,
-            "epoch": Calls(self._start_batches, self._end_if_failed),
+            "epoch": Calls(self._start_epoch, self._end_if_failed),
             "fetch": Calls(self._start_fetch, self._end_fetch),
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
             "evaluation": Calls(self._start_evaluation_loop, self._end_evaluation_loop),
@@ -440,14 +446,16 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._patches.add(Subscription(*entry, phase(GENERATE)))
 
     def _patch_callbacks(self, trainer: Any) -> None:
-        for found in transformers_.callbacks_of(trainer):
-            is_excluded = isinstance(found, Timer | DefaultFlowCallback)
-            if is_excluded or not isinstance(found, TrainerCallback):
+        """Time the events of other callbacks, each as a phase of this name."""
+        for callback in transformers_.callbacks_of(trainer):
+            is_excluded = isinstance(callback, Timer | DefaultFlowCallback)
+            if is_excluded or not isinstance(callback, TrainerCallback):
                 continue
             for event in _EVENTS:
-                if getattr(type(found), event, None) is not getattr(TrainerCallback, event, None):
-                    named = self.phase(label_of_callback(found, event))
-                    self._patches.add(Subscription(found, event, named))
+                method = getattr(type(callback), event, None)
+                if method is not getattr(TrainerCallback, event, None):
+                    named = self.phase(label_of_callback(callback, event))
+                    self._patches.add(Subscription(callback, event, named))
 
     def _leave_trainer(self) -> None:
         """Stop the wall clock, remove all patches, and show the table if it is due."""
@@ -462,7 +470,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
 
 def _call_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method if its object still exists. Otherwise return False."""
+    """Call a method if its object still exists. Otherwise return False, to skip `on_call_end`."""
     bound = method()
     return False if bound is None else bound(*args, **kwargs)
 

@@ -18,8 +18,8 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime._compat import lightning_, names, torch_, transformers_  # fill NAMES
-from lightning_gputime._compat.names import NAMES, Name
+from lightning_gputime import _compat as compat
+from lightning_gputime._compat import NAMES, Name, lightning_, torch_, transformers_  # fill NAMES
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -223,14 +223,14 @@ def is_of(library: str, owner: Any) -> bool:
 @pytest.fixture
 def no_gaps(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Forget the names that were missing so far."""
-    monkeypatch.setattr(names, "_not_measured", {})
+    monkeypatch.setattr(compat, "_not_measured", {})
     return monkeypatch
 
 
 @pytest.fixture
 def no_names(no_gaps: pytest.MonkeyPatch) -> None:
     """Hide all private names of other libraries."""
-    no_gaps.setattr(names, "read", lambda owner, attribute: names.MISSING)
+    no_gaps.setattr(compat, "read", lambda owner, attribute: compat.MISSING)
 
 
 @contextmanager
@@ -242,7 +242,7 @@ def package_without(name: Name) -> Iterator[Any]:
 
     before = {module: sys.modules.pop(module) for module in [*sys.modules] if is_of_package(module)}
     try:
-        reimported: Any = importlib.import_module("lightning_gputime._compat.names")
+        reimported: Any = importlib.import_module("lightning_gputime._compat")
         read = reimported.read
         reimported.read = lambda owner, attribute: (
             reimported.MISSING
@@ -301,21 +301,21 @@ def test_renamed_loss_function_is_not_separated_from_forward(no_gaps: Any) -> No
     model = WithLoss()
     assert transformers_.has_inner_loss(model)
     transformers_.check_inner_loss(model)
-    [found] = names.not_measured(["transformers"])
+    [found] = compat.not_measured(["transformers"])
     assert found.blurred == ("forward", "loss")
 
 
 def test_clock_of_the_gpu_is_not_measured_without_its_kernel(no_names: None) -> None:
     assert torch_.spin_kernel() is None
-    [found] = names.not_measured(["torch"])
+    [found] = compat.not_measured(["torch"])
     assert found.text.startswith("not measured: the clock of the GPU, because torch ")
 
 
 def test_autocast_is_assumed_on_if_its_state_is_unreadable(request: pytest.FixtureRequest) -> None:
-    assert not torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
+    assert not torch_.enables_autocast(torch.autocast("cpu", enabled=False))
     request.getfixturevalue("no_names")
-    assert torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
-    assert len(names.not_measured(["torch"])) == 1
+    assert torch_.enables_autocast(torch.autocast("cpu", enabled=False))
+    assert len(compat.not_measured(["torch"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_missing_internals_are_reported_when_they_are_needed(
     no_names: None, find: Callable[[], object], missing: str
 ) -> None:
     assert find() is None
-    [found] = names.not_measured(["torch"])
+    [found] = compat.not_measured(["torch"])
     assert found.text.startswith(f"not measured: {missing}, because torch ")
 
 
@@ -344,7 +344,7 @@ def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm(no_gaps:
             pass
 
     transformers_.report_missing_names(Trainer())
-    assert [*names._not_measured] == [REWARDS, VLLM]
+    assert [*compat._not_measured] == [REWARDS, VLLM]
 
 
 @pytest.mark.parametrize(("lightning_version", "is_reported"), [("2.5.6", False), ("2.7.0", True)])
@@ -352,17 +352,17 @@ def test_missing_sigterm_broadcast_is_reported_since_lightning_2_6(
     no_gaps: pytest.MonkeyPatch, lightning_version: str, is_reported: bool
 ) -> None:
     def read_others(owner: Any, name: str) -> Any:
-        return names.MISSING if name == BROADCAST.rpartition(".")[2] else read(owner, name)
+        return compat.MISSING if name == BROADCAST.rpartition(".")[2] else read(owner, name)
 
-    read, runner = names.read, trainer()
+    read, runner = compat.read, trainer()
     no_gaps.setattr(pl.Trainer, "world_size", 2)
     no_gaps.setattr(sys.modules["lightning"], "__version__", lightning_version)
-    no_gaps.setattr(names, "read", read_others)
+    no_gaps.setattr(compat, "read", read_others)
     lightning_.report_missing_names(runner, Net(is_manual=False))
-    assert (BROADCAST in names._not_measured) == is_reported
+    assert (BROADCAST in compat._not_measured) == is_reported
     assert lightning_.sigterm_broadcast(runner) is None
 
 
 def test_run_without_default_callbacks_reports_that_trainers_have_no_timer(no_names: None) -> None:
     transformers_.default_callbacks().append(None)
-    assert [*names._not_measured] == ["transformers.trainer.DEFAULT_CALLBACKS"]
+    assert [*compat._not_measured] == ["transformers.trainer.DEFAULT_CALLBACKS"]

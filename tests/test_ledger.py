@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._ledger import schedule, watch
+from lightning_gputime._ledger import examiner, watch
 
 N = 40
 
@@ -742,7 +742,7 @@ EXAMINED = [
 def test_examined_steps_have_the_same_phases(
     case: Case, front_end: str, gpu: FakeGPU, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "_FIRST", (*range(2, 100),))
+    monkeypatch.setattr(examiner, "_FIRST", (*range(2, 100),))
     loop = case.build(gpu)
     optimizers = loop.optimizers or [loop.optimizer]
     bare = hooks_of(loop.model), installed(*optimizers)

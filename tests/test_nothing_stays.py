@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
 from lightning_gputime._instrumentation import traced
-from lightning_gputime._ledger import schedule, watch
+from lightning_gputime._ledger import examiner, watch
 from lightning_gputime._session import session
 
 MANUAL = Path(__file__).parent.parent / "docs/reference/replaced.md"
@@ -488,7 +488,7 @@ def test_interrupt_at_any_line_leaves_no_hooks(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case == "examined":
-        monkeypatch.setattr(schedule, "_FIRST", (*range(2, 100),))
+        monkeypatch.setattr(examiner, "_FIRST", (*range(2, 100),))
     # On Python 3.11, lines are followed with the trace function.
     interrupter_at = partial(Interrupter, of_calls=case == "examined" and MONITORING is None)
     if case == "huggingface":

@@ -9,7 +9,7 @@ from fake_gpu import FakeEvent, FakeGPU, raw
 
 from lightning_gputime import StepTimes
 from lightning_gputime._phases import EXCLUDED, LineTime, StepRecord, resolve_labels
-from lightning_gputime._record.pending_steps import LineMark
+from lightning_gputime._record.pending_steps import LineMark, Wait
 from lightning_gputime._record.recorder import Recorder
 
 
@@ -237,7 +237,7 @@ def test_step_can_be_waited_for_at_its_end_with_all_earlier_steps(gpu: FakeGPU) 
     recorder.step(0)
     recorder.mark("forward")
     gpu.work(10.0)
-    recorder.end_step(1, waits_now=True)
+    recorder.end_step(1, wait=Wait.FOR_THIS_STEP)
     assert [(times.step, times.step_ms) for times in recorder.emitted] == [(0, 11.0), (1, 10.0)]
     recorder.step(2)
     assert recorder.numbers() == [0, 1]
@@ -296,7 +296,7 @@ def test_reading_steps_breaks_no_capture_of_a_graph(gpu: FakeGPU) -> None:
 
 @pytest.mark.parametrize("end", ["end_step", "end_untimed"])
 def test_steps_are_emitted_in_full_batches_or_on_request(gpu: FakeGPU, end: str) -> None:
-    recorder = StoringRecorder(gpu, batch=3)
+    recorder = StoringRecorder(gpu, read_size=3)
     for number in range(5):
         recorder.step(number)
         assert recorder.numbers() == ([0, 1, 2] if number >= 3 else [])
@@ -312,7 +312,7 @@ def test_steps_are_emitted_in_full_batches_or_on_request(gpu: FakeGPU, end: str)
 def test_error_at_a_step_end_loses_only_pending_steps(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = StoringRecorder(gpu, batch=9)
+    recorder = StoringRecorder(gpu, read_size=9)
     recorder.step(0)
     recorder.step(1)
     with monkeypatch.context() as broken:
@@ -471,7 +471,7 @@ def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, n_rea
 
 
 def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
-    recorder = StoringRecorder(gpu, batch=9)
+    recorder = StoringRecorder(gpu, read_size=9)
     for number in range(4):
         recorder.step(number)
     recorder.pending.flush()

@@ -8,7 +8,7 @@ import pytest
 from fake_gpu import FakeGPU
 
 from lightning_gputime._phases import EXCLUDED, StepRecord
-from lightning_gputime._record.pending_steps import LineMark
+from lightning_gputime._record.pending_steps import LineMark, Wait
 from lightning_gputime._record.recorder import Recorder
 
 SEEDS = range(150)
@@ -50,8 +50,8 @@ class Played:
         self.random = random.Random(f"{kind} {seed}")
         self.gpu = FailingGPU()
         self.steps: list[StepRecord] = []
-        lag, batch = self.random.choice([0, 1, 2]), self.random.choice([1, 3])
-        self.recorder = Recorder(self.gpu, lag=lag, batch=batch, emit=self.take)
+        lag, read_size = self.random.choice([0, 1, 2]), self.random.choice([1, 3])
+        self.recorder = Recorder(self.gpu, lag=lag, read_size=read_size, emit=self.take)
         self.number = 0
         self.names: list[str] = []
         self.capture: AbstractContextManager[Callable[[], None]] | None = None
@@ -117,7 +117,7 @@ class Played:
             self.number,
             skipped_update=self.random.random() < 0.1,
             read=self.random.random() < 0.1,
-            waits_now=self.random.random() < 0.1,
+            wait=Wait.FOR_THIS_STEP if self.random.random() < 0.1 else Wait.FOR_EARLIER,
         )
         self.number += 1
 

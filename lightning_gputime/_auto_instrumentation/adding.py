@@ -172,6 +172,7 @@ class _Dataset:
             self._dataset = lambda: dataset
 
     def accepts(self, dataset: object) -> bool:
+        """Return True for this dataset, or for one that replaces it from now on."""
         current = self._dataset()
         # A script may create a new dataset for each epoch.
         if current is None and type(dataset) is self._kind:
@@ -183,8 +184,8 @@ class _Dataset:
 class EarlyStages(StagedLoaders):
     """Timer of the stages of all loaders (sampler, dataset, collate), while no timer is attached.
 
-    It keeps the times by iterator. `move` adds them to the sums of a timer, once the timer knows
-    which iterators belong to its training.
+    It keeps the times by iterator. Once a timer knows which iterators belong to its training,
+    `move` adds their times to the sums of this timer.
     """
 
     def __init__(self) -> None:
@@ -235,13 +236,20 @@ class TimedLoop:
         early: EarlyStages,  # Stages of the iterators that were created before the timer.
     ) -> None:
         self.optimizer, self._early = optimizer, early
-        # Number of consecutive updates by other optimizers after which the loop is over.
         self.ends_after = _MIN_OTHER_UPDATES
+        """Number of consecutive updates by other optimizers after which the loop is over."""
+        self._has_updated = False  # True after the first update.
+        self._iterators: list[Any] = []  # Iterators of loaders that the first timed step reads.
+        self._datasets: list[_Dataset] = []  # Training datasets; empty until that step has ended.
+        self._awaits_first_fetch = False  # True from `iter(loader)` until the first fetch.
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
-        self._iterators: list[Any] = []  # Iterators of the first step.
-        self._datasets: list[_Dataset] = []  # Training datasets; empty in the first step.
-        self._awaits_first_fetch = False  # True from `iter(loader)` until the first fetch.
+        self._attach()
+        self._show = finish_at_exit(self._timer, wanted)
+        self.is_shown = self._show is not None
+
+    def _attach(self) -> None:
+        """Attach the timer, and listen to the loaders and to the updates that end the steps."""
         # The timer also listens to `iter(loader)`, but needs `_start_epoch` to have passed it the
         # loader. So subscribe first.
         calls = Calls(self._start_epoch, self._keep_only_settings)
@@ -249,10 +257,7 @@ class TimedLoop:
         starts.attach()
         self._timer.attach()
         self._timer._session.attach_until_end(starts)
-        self._hook = optimizer.register_step_post_hook(self._step_ends)
-        self._has_updated = False  # True after the first update.
-        self._show = finish_at_exit(self._timer, wanted)
-        self.is_shown = self._show is not None
+        self._hook = self.optimizer.register_step_post_hook(self._step_ends)
 
     def tolerate(self, n: int) -> None:
         """Allow more than `n` updates of other optimizers between two updates of this loop."""
@@ -273,6 +278,7 @@ class TimedLoop:
         return has_steps
 
     def _step_ends(self, *_: Any) -> None:
+        """End a step, after an update. The first timed step starts after the first update."""
         session = self._timer._session
         if not self._has_updated:
             # The timer was attached inside this step, so the next is the first to be timed.
@@ -281,18 +287,22 @@ class TimedLoop:
             if (entry := loader_next()) is not None:
                 session.attach_until_end(Subscription(*entry, self))
             return
-        if not self._datasets:  # The datasets of the first step are the training datasets.
-            for iterator in self._iterators:
-                self._datasets.append(_Dataset(dataset_of_iterator(iterator)))
-                self._early.move(iterator, self._timer._culprits)
-            self._early.remove()
-            if self._iterators:
-                self._keep_only_settings(self._iterators[-1])
-            self._iterators = []
-            calls = session.recorder.open.labels.count(AFTER_BACKWARD)
-            if calls > 1 and not self._datasets:
-                self._timer._warn_once(_MICRO_BATCHES, calls)
+        if not self._datasets:
+            self._find_datasets()
+            n_backward = session.recorder.open.labels.count(AFTER_BACKWARD)
+            if n_backward > 1 and not self._datasets:
+                self._timer._warn_once(_MICRO_BATCHES, n_backward)
         self._timer.step()
+
+    def _find_datasets(self) -> None:
+        """Take the datasets that the first timed step has read as the training datasets."""
+        for iterator in self._iterators:
+            self._datasets.append(_Dataset(dataset_of_iterator(iterator)))
+            self._early.move(iterator, self._timer._culprits)
+        self._early.remove()
+        if self._iterators:
+            self._keep_only_settings(self._iterators[-1])
+        self._iterators = []
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
         """Start `data` if a training loader starts an epoch. Return True if it does."""

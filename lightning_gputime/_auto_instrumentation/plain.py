@@ -107,24 +107,16 @@ class PlainLoops:
     @suppress_errors()
     def _switch_to(self, optimizer: Optimizer | None) -> None:
         """Unless the timed loop has continued, end it, and time the loop of an optimizer."""
-        if self._loop is not None and self._n_other_updates < self._loop.ends_after:
+        loop = self._loop
+        if loop is not None and self._n_other_updates < loop.ends_after:
             return
-        if self._loop is not None:
-            # If this optimizer updates again, two optimizers alternate in one training. Show each
-            # of them once.
-            self._untimeable.add(self._loop.optimizer)
-            is_shown = self._loop.end()
-            self._early_stages().attach()
-            self._has_missed |= not is_shown
-            self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
-            self._loop = None
+        if loop is not None:
+            self._end(loop)
         self._n_other_updates = 0
         if optimizer is None or self._n_short_loops >= _MAX_SHORT_LOOPS:
             return
         self._untimeable.add(optimizer)  # Do not try again if an error follows.
         from lightning_gputime._auto_instrumentation import adding
-        from lightning_gputime._compat import lightning_, transformers_
-        from lightning_gputime._compat.python_ import running_module
         from lightning_gputime._timer import Timer
 
         timers = _instances_of(Timer)
@@ -135,10 +127,29 @@ class PlainLoops:
             adding.use_timer_of_script((attached_of_script or of_script)[0], self._wanted)
             self._handle.remove()
             return
-        if attached:
+        if attached:  # A Trainer's timer, which was added to the script.
             self._trainer_timer = ref(attached[0])
             self._untimeable.discard(optimizer)
             return
+        self._time_loop_of(optimizer)
+
+    def _end(self, loop: "TimedLoop") -> None:
+        """End the timed loop, and count it as short if it has too few steps to be shown."""
+        # If this optimizer updates again, two optimizers alternate in one training. Show each of
+        # them once.
+        self._untimeable.add(loop.optimizer)
+        is_shown = loop.end()
+        self._early_stages().attach()
+        self._has_missed |= not is_shown
+        self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
+        self._loop = None
+
+    def _time_loop_of(self, optimizer: Optimizer) -> None:
+        """Time the loop in which an optimizer updates its models, or warn why it cannot."""
+        from lightning_gputime._auto_instrumentation import adding
+        from lightning_gputime._compat import lightning_, transformers_
+        from lightning_gputime._compat.python_ import running_module
+
         self._n_loops += 1
         models = _models_of(optimizer)
         kind = type(optimizer).__name__

@@ -60,13 +60,20 @@ def calling_module(*between: str) -> str:
 
     Modules whose names start with one of `between` only pass the call on, and are skipped.
     """
-    frames = (frame for frame, _ in walk_stack(sys._getframe()))
-    names = (frame.f_globals.get("__name__", "") for frame in frames)
-    return next((name for name in names if not name.startswith((_PACKAGE, *between))), "")
+    skipped = (_PACKAGE, *between)
+    for frame, _ in walk_stack(sys._getframe()):
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(skipped):
+            return str(name)
+    return ""
 
 
 def running_module(functions: Mapping[str, str]) -> str:
-    """Return the innermost running module of `functions` (module to function name), or ""."""
+    """Return the module of the innermost of these functions that is running; empty if none is.
+
+    Args:
+        functions: Names of functions, by module.
+    """
     for frame, _ in walk_stack(sys._getframe()):
         module = frame.f_globals.get("__name__", "")
         if functions.get(module) == frame.f_code.co_name:
@@ -159,15 +166,20 @@ def user_frames(frame: FrameType | None) -> list[FrameType]:
         frame = frame.f_back
     found = [frame for frame in frames if is_user_code(frame.f_code, _module_of(frame))]
     if not found:
-        for frame in reversed(frames):
-            package = _module_of(frame).partition(".")[0]
-            file = getattr(sys.modules.get(package), "__file__", None)
-            is_library = package in _LIBRARIES or package in sys.stdlib_module_names
-            if file and not is_library and Path(file).name == "__init__.py":
-                _commands.add(os.path.join(os.path.dirname(file), ""))
-                break
+        _admit_command(frames)
         found = [frame for frame in frames if is_user_code(frame.f_code, _module_of(frame))]
     return found
+
+
+def _admit_command(frames: list[FrameType]) -> None:
+    """Treat the outermost package on the stack that is no library as the user's code."""
+    for frame in reversed(frames):
+        package = _module_of(frame).partition(".")[0]
+        file = getattr(sys.modules.get(package), "__file__", None)
+        is_library = package in _LIBRARIES or package in sys.stdlib_module_names
+        if file and not is_library and Path(file).name == "__init__.py":
+            _commands.add(os.path.join(os.path.dirname(file), ""))
+            return
 
 
 def _module_of(frame: FrameType) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gputime._compat.names import MISSING, Name, look_up, report, report_missing
+from lightning_gputime._compat import MISSING, Name, look_up, report, report_missing
 from lightning_gputime._compat.python_ import calling_module, calls_on_stack, code_of
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, LOSS, OTHER
 
@@ -107,12 +107,13 @@ class GraphNode(NamedTuple):
 
 def graph_nodes(tensors: Iterable[Any], max_nodes: int) -> list[GraphNode]:
     """Return the nodes of the graph behind some tensors, newest first; empty if it is too large."""
-    waiting = [node for tensor in tensors if (node := getattr(tensor, "grad_fn", None)) is not None]
+    roots = (getattr(tensor, "grad_fn", None) for tensor in tensors)
+    waiting = [node for node in roots if node is not None]
     seen = {*waiting}
     found = []
     # A large graph has thousands of nodes: look each up as few times as possible.
     name = _NODE_SEQUENCE.attribute
-    for node in waiting:
+    for node in waiting:  # The loop appends to this list.
         sequence = getattr(node, name)()
         if sequence < _MAX_SEQUENCE:
             found.append(GraphNode(sequence, node))
@@ -219,7 +220,8 @@ _STEP_WRAPPER = Name(
 )
 
 
-# torch wraps the `step` of every optimizer class in this function.
+# Code of the function in which torch wraps the `step` of every optimizer class: wrap any function.
+# Without the wrapper, `bool` returns an object without code.
 _STEP_CODE = getattr(_STEP_WRAPPER.find(bool)(lambda optimizer: None), "__code__", None)
 
 
@@ -329,11 +331,12 @@ _AUTOCAST = Name(
 )
 
 
-def is_autocast_on(autocast: torch.autocast) -> bool:
-    is_on = _AUTOCAST.of(autocast)
-    if is_on is None:
+def enables_autocast(autocast: torch.autocast) -> bool:
+    """Return False for an autocast that was created with `enabled=False`, else True."""
+    enabled = _AUTOCAST.of(autocast)
+    if enabled is None:
         report(_AUTOCAST)
-    return is_on is not False
+    return enabled is not False
 
 
 # Collectives
@@ -407,14 +410,15 @@ _BETWEEN = (
 )
 
 
-def waits_for_stage() -> bool:
-    """Return whether the current wait is for data from another pipeline stage."""
+def waits_for_pipeline_stage() -> bool:
+    """Return True if the patched wait that runs now is for data from another pipeline stage."""
     # Check the imports first, because walking the stack is slow.
     has_pipeline = not sys.modules.keys().isdisjoint(_PIPELINES)
     return has_pipeline and calling_module(*_BETWEEN).startswith(_PIPELINES)
 
 
-def waits_in_torch() -> bool:
+def is_called_by_distributed() -> bool:
+    """Return True if code of `torch.distributed` has called the patched function that runs now."""
     return calling_module(*_BETWEEN).startswith("torch.distributed")
 
 

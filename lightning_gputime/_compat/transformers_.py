@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._compat.names import (
+from lightning_gputime._compat import (
     MISSING,
     Expected,
     Name,
@@ -52,7 +52,10 @@ INNER_LOSS = _INNER_LOSS.attribute
 
 
 def has_inner_loss(model: Any) -> bool | None:
-    """Return whether a model has a settable `loss_function`; None if its class cannot have one."""
+    """Return True if the loss function of a model can be set, and False if the model has none.
+
+    Return None if its class has no settable property `loss_function`.
+    """
     found = getattr(type(model), "loss_function", None)
     if not isinstance(found, property) or found.fset is None:
         return None
@@ -112,7 +115,8 @@ def put_callback_after(trainer: Any, callback: object, predecessor: object) -> N
     handler, callbacks = _HANDLER.of(trainer), callbacks_of(trainer)
     others = [other for other in callbacks if other is not callback]
     if len(others) < len(callbacks):
-        index = 1 + next((i for i, other in enumerate(others) if other is predecessor), -1)
+        positions = [i for i, other in enumerate(others) if other is predecessor]
+        index = positions[0] + 1 if positions else 0
         # Assign a new list, because the Trainer may be iterating over it.
         handler.callbacks = [*others[:index], callback, *others[index:]]
 

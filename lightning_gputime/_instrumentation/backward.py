@@ -19,14 +19,14 @@ from lightning_gputime._compat.torch_ import (
     creates_graph,
     is_asynchronous,
     is_autograd_compiled,
+    is_called_by_distributed,
     is_complete,
     launches,
     queue_after_backward,
     runs_for_pipeline,
     syncs_buffers,
     syncs_gradients,
-    waits_for_stage,
-    waits_in_torch,
+    waits_for_pipeline_stage,
 )
 from lightning_gputime._instrumentation.forward import ForwardBoundary
 from lightning_gputime._instrumentation.loop import Loop, is_engine, is_sharded
@@ -138,17 +138,20 @@ class BackwardBoundary:
     def _note_untimed_backward(self) -> None:
         """Note that the loop trains, if this backward is in an untimed step of the loop."""
         threads = self._recorder.threads
-        is_in_loop = threads.timed == -1 and get_ident() == threads.home and self._batch.is_open
+        is_in_untimed_step = threads.timed == -1 and get_ident() == threads.home
+        if not (is_in_untimed_step and self._batch.is_open and self._optimizer.has_any):
+            return
         is_of_model = self._forward.calls > 0 or not self._was_other_model_called()
-        if is_in_loop and is_of_model and self._optimizer.has_any:
+        if is_of_model:
             # From now on, model calls in eval mode without gradients may be an evaluation.
             self._forward.backward_begins()
 
     def _is_inner_grad(self, label: str | None) -> bool:
         """Return True if a call of `torch.autograd.grad` is part of the phase that is running."""
-        # The model needs it for its output, or no model was called, as in a compiler.
-        if not self._forward.calls or label == FORWARD:
-            return True
+        if label == FORWARD:
+            return True  # The model needs it for its output.
+        if not self._forward.calls:
+            return True  # No model was called: a compiler traces, for example.
         # An update needs it, for example for a Hessian-vector product.
         return self._optimizer.depth > 0 and label in (AFTER_BACKWARD, OPTIMIZER)
 
@@ -164,7 +167,7 @@ class BackwardBoundary:
             self._examiner.backward_ends()
 
     def _was_other_model_called(self) -> bool:
-        # True if another timer's model was called. Only valid if ours was not called.
+        """Return True if another timer's model was called in this step. Ours must not have been."""
         listeners = self._patch.listeners
         boundaries = [other for other in listeners if isinstance(other, BackwardBoundary)]
         return any(other._forward.calls for other in boundaries)
@@ -178,11 +181,12 @@ class BackwardBoundary:
     def _enter_inside_ddp(self, module: nn.Module, *_: Any) -> None:
         # A call of the module that bypasses DDP may be an evaluation.
         if not self._was_ddp_called:
-            self._forward.on_inner_call(module)
+            self._forward.on_call_around_ddp(module)
         self._was_ddp_called = False
         self._recorder.end_wait()
 
     def _hook_loss_tensors(self, tensors: Any) -> None:
+        """Hook the losses, to mark the wait at the end of a backward that syncs gradients."""
         if self._ddp_modules and not any(map(syncs_gradients, self._ddp_modules)):
             return  # A micro-batch inside `no_sync`.
         if is_autograd_compiled():
@@ -198,19 +202,20 @@ class BackwardBoundary:
         self._handles.clear()
 
     def _queue_mark(self, _: Tensor) -> None:
-        # Queue once per backward, at the first loss.
-        if self._handles:
-            self._remove_hooks()
-            try:
-                # Not called if the backward raises. Then `on_call_end` alone ends the phase.
-                mark = partial(self._recorder.mark_in_backward, f"{BACKWARD}/{COMM}")
-                queue_after_backward(mark)
-            except Exception as error:
-                self._recorder.warn_once(
-                    "The waits for other ranks are not timed, so in backward they count as"
-                    " computation: %r",
-                    error,
-                )
+        """Let the engine mark the start of the wait at the end of this backward."""
+        if not self._handles:
+            return  # Another loss of this backward has queued the mark.
+        self._remove_hooks()
+        try:
+            # Not called if the backward raises. Then `on_call_end` alone ends the phase.
+            mark = partial(self._recorder.mark_in_backward, f"{BACKWARD}/{COMM}")
+            queue_after_backward(mark)
+        except Exception as error:
+            self._recorder.warn_once(
+                "The waits for other ranks are not timed, so in backward they count as"
+                " computation: %r",
+                error,
+            )
 
 
 class WaitBoundary:
@@ -227,11 +232,11 @@ class WaitBoundary:
     ) -> None:
         self._recorder, self._examiner = recorder, examiner
         self._streams: Any = getattr(recorder.clock, "streams", None)
-        self._timed: set[int] = set()  # Ids of the streams on which phases of this step began.
-        # Ids of other streams with collectives or waits.
-        self._communication_streams: set[int] = set()
+        self._timed_ids: set[int] = set()  # Ids of the streams on which phases of this step began.
+        # Ids of other streams with collectives or waits. A wait for them is communication.
+        self._communication_ids: set[int] = set()
         # True between a synchronous launch and the wait for its result, which follows immediately.
-        self._is_launched = False
+        self._awaits_launch = False
         self.note_stream()
         # Import here, because torch may be built without `torch.distributed`.
         from torch.distributed import ProcessGroup, Work
@@ -257,19 +262,21 @@ class WaitBoundary:
                     attachments.add(Subscription(owner, name, listener))
 
     def step_ended(self) -> None:
-        self._timed.clear()
+        self._timed_ids.clear()
         self.note_stream()
 
     def note_stream(self, *_: object) -> None:
         """Add the current stream to the timed streams. Call where a phase begins."""
         if self._streams is not None:
-            self._timed.add(self._streams.current())
+            self._timed_ids.add(self._streams.current())
 
     # Listeners of the patched functions
 
     def _launch_begins(self, group: Any, *args: Any, **kwargs: Any) -> bool:
         if is_asynchronous(args, kwargs):
-            self._note_communication()
+            # Not a wait, but later waits for its stream are communication.
+            if self._recorder.is_here() and not self._is_on_timed_stream():
+                self._communication_ids.add(self._streams.current())
             return False
         return self._begin()
 
@@ -278,10 +285,10 @@ class WaitBoundary:
             self._wait_ends()
         else:
             # A synchronous function now calls `result.wait()`, whose return ends the wait.
-            self._is_launched = True
+            self._awaits_launch = True
 
     def _wait_begins(self, *_: Any, **__: Any) -> bool:
-        return self._begin(RECEIVES if waits_for_stage() else WAITS)
+        return self._begin(RECEIVES if waits_for_pipeline_stage() else WAITS)
 
     def _wait_ends(self, result: Any = None) -> None:
         if self._examiner is not None and self._examiner.is_on and self._recorder.is_here():
@@ -294,21 +301,28 @@ class WaitBoundary:
 
     def _stream_wait_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
         streams = self._streams
-        if stream.stream_id not in self._timed or stream.stream_id != streams.current():
+        if stream.stream_id not in self._timed_ids or stream.stream_id != streams.current():
             return False
+        if is_called_by_distributed():
+            return self._begin()
         # In user code, the awaited stream may be a copy stream, so count the wait only if that
         # stream has launched or awaited collectives. An event does not show its stream, so user
         # code that waits for an event does not count.
-        is_communication = waits_in_torch() or (
-            isinstance(awaited, streams.kind) and awaited.stream_id in self._communication_streams
-        )
+        is_stream = isinstance(awaited, streams.kind)
+        is_communication = is_stream and awaited.stream_id in self._communication_ids
         return is_communication and self._begin()
 
     def _begin(self, label: str = WAITS) -> bool:
-        if not self._note_communication():
+        """Start a wait, if it delays the timed stream. Return True if its end must be marked."""
+        # Check the thread first: a background thread, such as a checkpoint writer, may use the same
+        # stream.
+        if not self._recorder.is_here():
             return False
-        is_launched, self._is_launched = self._is_launched, False
-        if is_launched and self._recorder.open.is_waiting:
+        if not self._is_on_timed_stream():
+            self._communication_ids.add(self._streams.current())
+            return False
+        awaits_launch, self._awaits_launch = self._awaits_launch, False
+        if awaits_launch and self._recorder.open.is_waiting:
             return True  # The launch has marked the start of this wait.
         if not self._recorder.begin_wait(label):
             return False
@@ -316,23 +330,8 @@ class WaitBoundary:
             self._examiner.wait_begins()
         return True
 
-    def _note_communication(self) -> bool:
-        """Return True if the current collective or wait is in the timed thread and stream.
-
-        If it is on another stream of the timed thread, remember that stream: a wait for it
-        is communication.
-        """
-        # Check the thread first: a background thread, such as a checkpoint writer, may use the same
-        # stream.
-        if not self._recorder.is_here():
-            return False
-        if self._streams is None:
-            return True
-        current = self._streams.current()
-        if current in self._timed:
-            return True
-        self._communication_streams.add(current)
-        return False
+    def _is_on_timed_stream(self) -> bool:
+        return self._streams is None or self._streams.current() in self._timed_ids
 
 
 def hides_collectives(model: nn.Module) -> bool:

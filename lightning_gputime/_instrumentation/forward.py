@@ -92,10 +92,10 @@ class ForwardBoundary:
         self._is_step_compiled = loop.compiled_step
         self._evaluation_search = loop.search
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
-        # True if the running outermost call is in eval mode without grad, or inside a fetch.
-        self._is_no_training_call = False
-        self._was_training = False  # True once the model was called in training mode.
-        self.is_evaluated = False
+        # False if the running outermost call is in eval mode without grad, or inside a fetch.
+        self._is_training_call = True
+        self._was_in_training_mode = False  # True once the model was called in training mode.
+        self.had_eval_calls_with_grad = False
         """True once the model was called in training mode, and then in eval mode with grad."""
         self.calls = 0
         """Number of training calls of the model or its parts in this step."""
@@ -105,11 +105,13 @@ class ForwardBoundary:
         self._n_steps = 0  # Number of steps that have ended.
         self.running: list[int] = []
         """Ids of modules with hooks whose calls have begun and not ended, outermost first."""
-        # True if a wrapper is about to call the model to run the training step.
-        self._is_redirected = False
-        # Recursion limits before and after the last raise; None unless a module is called inside
-        # its own call.
-        self._limits: tuple[int, int] | None = None
+        # True from the call of a wrapper, such as DDP, until it calls the model to run the training
+        # step: that call is no model call.
+        self._is_wrapper_called = False
+        # Python's recursion limit before this class raised it, and the raised limit; None unless a
+        # module was called inside its own call.
+        self._original_limit: int | None = None
+        self._raised_limit = 0
         # All of these collections contain ids of modules.
         self._called = set[int]()  # Modules that the loop has called directly, in any step.
         self._nested = set[int]()  # Modules that other modules called in this step.
@@ -134,7 +136,7 @@ class ForwardBoundary:
         self._hook_model(loop.model)
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
-            attachments.add(hook_before(loop.wrapper, self._redirect))
+            attachments.add(hook_before(loop.wrapper, self._enter_wrapper))
         self._search()
 
     def find_bypassed(self) -> nn.Module | None:
@@ -143,7 +145,8 @@ class ForwardBoundary:
         Return None unless the loop seems to call a module inside it directly.
         """
         for module in self._model.modules():
-            if type(module).__call__ is nn.Module.__call__ or id(module) in self._called:
+            overrides_call = type(module).__call__ is not nn.Module.__call__
+            if not overrides_call or id(module) in self._called:
                 continue
             if any(id(inner) in self._called for inner in module.modules()):
                 return module
@@ -155,10 +158,10 @@ class ForwardBoundary:
         if self._evaluation_search is Search.AFTER_BACKWARD:
             self._evaluation_search = _ACTIVE
 
-    def on_inner_call(self, module: nn.Module) -> None:
+    def on_call_around_ddp(self, module: nn.Module) -> None:
         """Handle a call of the module inside DDP that bypasses DDP, as evaluations do."""
-        is_evaluation = not (module.training or torch.is_grad_enabled())
-        if self._evaluation_search is _ACTIVE and is_evaluation and not self.running:
+        may_be_evaluation = not (module.training or torch.is_grad_enabled())
+        if self._evaluation_search is _ACTIVE and may_be_evaluation and not self.running:
             self.evaluation.on_call_start(self.calls)
 
     def generation_begins(self) -> None:
@@ -173,15 +176,15 @@ class ForwardBoundary:
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
         """End a step. If it had calls, remove the hooks of modules that only other modules call.
 
-        If a timed step had no call, hook all modules again. To find evaluations, a step that
-        `is_dropped` is not compared with others.
+        If a timed step had no call, hook all modules again. A step that `is_dropped` is not
+        compared with others to find evaluations.
         """
         if self._is_step_compiled:
             return
         evaluation = self.evaluation
         self.running.clear()
-        if self._limits is not None:
-            self._restore_limit()
+        if self._original_limit is not None:
+            self._restore_recursion_limit(self._original_limit)
         if evaluation.is_pending:
             if is_dropped:
                 evaluation.reset()
@@ -203,7 +206,7 @@ class ForwardBoundary:
             # Zeroth-order training calls the model in eval mode, and has no backward. So these
             # calls are not evaluations: stop the search, and count the calls as training.
             self._evaluation_search = Search.AFTER_BACKWARD
-            self._is_no_training_call = False
+            self._is_training_call = True
         elif timed:
             self._search(everywhere=True)
         if not is_dropped:
@@ -276,8 +279,8 @@ class ForwardBoundary:
 
     # Hooks on modules
 
-    def _redirect(self, *_: object) -> None:
-        self._is_redirected = True
+    def _enter_wrapper(self, *_: object) -> None:
+        self._is_wrapper_called = True
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if not self._batch.is_open:
@@ -290,27 +293,29 @@ class ForwardBoundary:
             return
         if get_ident() != recorder.threads.timed and not self._enter_untimed(module):
             return
-        if (self.running or self._is_redirected) and self._enter_inner(module):
+        if (self.running or self._is_wrapper_called) and self._enter_inner(module):
             return
         self.running.append(id(module))
-        self._is_no_training_call = False
+        self._is_training_call = True
         searches = self._evaluation_search is _ACTIVE
         if searches and not torch.is_grad_enabled():
             # In a fetch, the loader calls the model, for example to choose samples.
-            self._is_no_training_call = self._batch.is_fetched or not module.training
-            if self._is_no_training_call:
-                if not self._batch.is_fetched:
-                    self.evaluation.on_call_start(self.calls)
+            if self._batch.is_fetched:
+                self._is_training_call = False
+                return
+            if not module.training:
+                self._is_training_call = False
+                self.evaluation.on_call_start(self.calls)
                 return
         # An excluded evaluation at the end of the recorded marks has paused the recorder.
         if searches and recorder.state is PAUSED:
             recorder.resume(FORWARD)
         if module is self._model:
             if module.training:
-                self._was_training = True
+                self._was_in_training_mode = True
             # A model that was never in training mode may be trained in eval mode.
-            elif self._was_training and searches:
-                self.is_evaluated = True
+            elif self._was_in_training_mode and searches:
+                self.had_eval_calls_with_grad = True
         self.calls += 1
         self._called.add(id(module))
         recorder.mark(FORWARD)
@@ -318,9 +323,12 @@ class ForwardBoundary:
             call(module)
 
     def _enter_untimed(self, module: nn.Module) -> bool:
-        """Count an untimed call. Return True if the search for called modules needs its hooks."""
+        """Count an untimed call, or a call that may be an evaluation.
+
+        Return True to handle the call like a timed one: the search for called modules needs that.
+        """
         recorder = self._recorder
-        if not recorder.threads.is_idle_here():
+        if not recorder.threads.admit_untimed_call():
             return False
         if self._has_optimizers and not (module.training or torch.is_grad_enabled()):
             # Later steps are compared with this step to find evaluations.
@@ -342,8 +350,8 @@ class ForwardBoundary:
 
         Return False if it is an outermost call, because all calls before it have raised.
         """
-        if self._is_redirected and module is self._model:
-            self._is_redirected = False
+        if self._is_wrapper_called and module is self._model:
+            self._is_wrapper_called = False
             return True
         if not self.running:
             return False
@@ -354,57 +362,64 @@ class ForwardBoundary:
             callers = {*on_stack[on_stack.index(id(module)) + 1 :]}
             self.running[:] = [key for key in self.running if key in callers]
         if id(module) in self.running:
-            # Torch calls modules with hooks in an inner function, so a module that calls itself
-            # would reach Python's recursion limit earlier than without a timer. Raise the limit by
-            # a frame for each running call, and by the frames of a hook, which are fewer than 50.
-            original = sys.getrecursionlimit() if self._limits is None else self._limits[0]
-            self._limits = original, original + 50 + len(self.running)
-            sys.setrecursionlimit(self._limits[1])
+            self._raise_recursion_limit()
         if not self.running:
             return False
         self.running.append(id(module))
         self._nested.add(id(module))
         return True
 
-    def _restore_limit(self) -> None:
-        if self._limits is not None and sys.getrecursionlimit() == self._limits[1]:
-            # Otherwise other code has changed it. Raises if the stack is still too deep.
-            sys.setrecursionlimit(self._limits[0])
-        self._limits = None
+    def _raise_recursion_limit(self) -> None:
+        """Let a module call itself as deeply as without a timer.
+
+        Torch calls modules with hooks in an inner function. So raise the limit by a frame for each
+        running call, and by the frames of a hook, which are fewer than 50.
+        """
+        if self._original_limit is None:
+            self._original_limit = sys.getrecursionlimit()
+        self._raised_limit = self._original_limit + 50 + len(self.running)
+        sys.setrecursionlimit(self._raised_limit)
+
+    def _restore_recursion_limit(self, original: int) -> None:
+        """Restore the limit, unless other code has set it. Raise if the stack is still too deep."""
+        if sys.getrecursionlimit() == self._raised_limit:
+            sys.setrecursionlimit(original)
+        self._original_limit = None
 
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
         recorder, running = self._recorder, self.running
         if not running:
             return  # End of a training step that the wrapper runs: its start was not stored.
         is_timed = get_ident() == recorder.threads.timed
-        if not (is_timed or (self._is_searching and recorder.threads.is_idle_here())):
+        if not (is_timed or (self._is_searching and recorder.threads.admit_untimed_call())):
             return
         if current_graph_task_id() != -1:
-            return
+            return  # Part of a backward; see `_enter`.
         key = id(module)
         # Remove this call, and calls inside it that raised.
         while running.pop() != key and running:
             pass
         if running:
+            return  # An outer call continues.
+        if self._original_limit is not None:
+            self._restore_recursion_limit(self._original_limit)
+        if not self._is_training_call:
             return
-        if self._limits is not None:
-            self._restore_limit()
-        if not self._is_no_training_call:
-            recorder.mark(AFTER_FORWARD)
-            if key in self._not_losses:
-                return
-            with without_function_modes():
-                is_loss = self._is_loss(module, output)
-            if is_loss:
-                # Its call was marked as `forward`, and its end by the last mark.
-                recorder.open.relabel_before(FORWARD, LOSS)
-                # Modules inside a loss are part of it.
-                self._losses.add(key)
-                self._remove_hooks([id(inner) for inner in nn.Module.modules(module)])
-                self._hook_loss(module)
+        recorder.mark(AFTER_FORWARD)
+        if key in self._not_losses:
+            return
+        with without_function_modes():
+            is_loss = self._is_loss(module, output)
+        if is_loss:
+            # Its call was marked as `forward`, and its end by the last mark.
+            recorder.open.relabel_before(FORWARD, LOSS)
+            # Modules inside a loss are part of it.
+            self._losses.add(key)
+            self._remove_hooks([id(inner) for inner in nn.Module.modules(module)])
+            self._hook_loss(module)
 
     def _is_loss(self, module: nn.Module, output: Any) -> bool:
-        """Return whether a module that the loop has called is a loss.
+        """Return whether a module is a loss, by its output. If it certainly is none, remember that.
 
         A loss of any class returns a scalar with gradients, and is called after another module. A
         model that returns its loss also returns such a scalar, but it is the first module called
@@ -412,8 +427,8 @@ class ForwardBoundary:
         """
         is_scalar = isinstance(output, Tensor) and output.dim() == 0
         inside = (id(inner) for inner in nn.Module.modules(module) if inner is not module)
-        is_model = self.calls == 1 or module is self._model
-        if not is_scalar or is_model or not self._called.isdisjoint(inside):
+        is_first_or_model = self.calls == 1 or module is self._model
+        if not is_scalar or is_first_or_model or not self._called.isdisjoint(inside):
             self._not_losses.add(id(module))
             return False
         # A scalar without gradients may be a loss, too. Then check its next call.
@@ -469,7 +484,7 @@ class GenerationBoundary:
         if not batch.is_open or batch.is_fetched or is_inside:
             return False
         label = recorder.label or OTHER
-        # The first generation in a step ends `data`.
+        # After `data`, the work on the batch begins: the time after the generation is `other`.
         self._label_after = OTHER if label.startswith(DATA) else label
         batch.close()  # Model calls inside are part of the generation.
         self._forward.generation_begins()
@@ -491,11 +506,12 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
         if is_compiled(module):
             return  # Compiled code does not call the loss function.
         has_loss = has_inner_loss(module)
+        if has_loss is None:
+            continue  # Not a transformers model. It may contain one.
         if has_loss:
             attachments.add(Subscription(module, INNER_LOSS, NamedPhase(LOSS, [recorder])))
             check_inner_loss(module)
-        if has_loss is not None:
-            return
+        return
 
 
 class EvaluationSearch:
@@ -528,19 +544,18 @@ class EvaluationSearch:
     ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
         self._wall_clock = wall_clock
-        self._open_span: tuple[_Position, int] | None = (
-            None  # Position and start of an untimed span.
-        )
+        # Position and start (on the host) of the running untimed span.
+        self._open_span: tuple[_Position, int] | None = None
         self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.
         self.has_found = False
         """True once an evaluation was found inside a step."""
-        self._was_at_start = False  # True if the newest timed step began with its inner calls.
         self.is_pending = False
         """True if the open step has calls in eval mode, so `decide_evaluations` must be called."""
-        # Only steps with inner calls, that is calls in eval mode before the last update: the newest
-        # of these steps as (step index, number of inner calls), and the number of all of them.
+        # Earlier steps. Inner calls are calls in eval mode before the last update of a step.
+        self._begins_with_calls = False  # True if the newest timed step began with its inner calls.
+        # Index and number of inner calls of the newest steps that have any.
         self._inner_calls: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
-        self._n_steps_with_inner_calls = 0
+        self._n_steps_with_inner_calls = 0  # Of all steps.
         self._first_had_inner_calls = False
         self.reset()
 
@@ -581,15 +596,16 @@ class EvaluationSearch:
         return position
 
     def start_untimed_span(self, position: _Position) -> None:
-        """Start a span, unless this call continues a span.
-
-        As in timed steps, calls in a named phase, and between forward and the update, are never
-        excluded.
-        """
+        """Start a span, unless this call continues a span."""
+        if self._open_span is not None:
+            return
+        # As in timed steps, calls in a named phase, and between forward and the update, are never
+        # excluded.
         forwards, updates = position
-        may_be_excluded = not forwards or updates > 0
-        if self._open_span is None and may_be_excluded and not self._recorder.named.names:
-            self._open_span = position, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
+        is_before_update = forwards > 0 and not updates
+        if is_before_update or self._recorder.named.names:
+            return
+        self._open_span = position, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
 
     def end_untimed_span(self) -> None:
         """End the open span, if any, because other work of the step follows."""
@@ -613,27 +629,33 @@ class EvaluationSearch:
         has_final = end in self._calls and (updates > 0 or end in self._positions_after_backward)
         n_final = self._calls[end] if has_final else 0
         n_inner = self._calls.total() + self._generations - n_final
+        # Spans of marks of a timed step. An untimed step has none.
         labels = [MAYBE_EVALUATION, GENERATE] if self._generations else [MAYBE_EVALUATION]
-        spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
-        final_spans = [spans.pop()] if ends_in_span and has_final else []
-        are_inner_excluded = (
-            not n_inner or self._is_inference or self._is_exception(n_inner, spans, step)
+        inner_spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
+        final_spans = [inner_spans.pop()] if ends_in_span and has_final else []
+        excludes_inner = (
+            not n_inner or self._is_inference or self._is_exception(n_inner, inner_spans, step)
         )
-        inner_spans = spans if are_inner_excluded else []
-        # In a timed step, exclude the marks, from the last span to the first: for a span that is
-        # only preceded by a fetch, `exclude_evaluation` also excludes this fetch. An earlier span
-        # that is already excluded would no longer separate a later span from the fetch.
-        for first, stop in [*final_spans, *reversed(inner_spans)]:
+        excluded = [*inner_spans, *final_spans] if excludes_inner else final_spans
+        # Exclude from the last span to the first: for a span that is only preceded by a fetch,
+        # `exclude_evaluation` also excludes this fetch. An earlier span that is already excluded
+        # would no longer separate a later span from the fetch.
+        for first, stop in reversed(excluded):
             self.has_found = True
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
-        # An untimed step has no marks: exclude its spans, of which the last may still be open.
+        # Spans of an untimed step on the host's clock, of which the last may still be open.
         self.end_untimed_span()
         for position, ns in self._spans_ns.items():
-            if are_inner_excluded or (has_final and position == end):
+            if excludes_inner or (has_final and position == end):
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
                 # For a timed step, the session moves the time, once it has read the marks.
                 self._wall_clock.move(STEPS, EVALUATION, ns / 1e6)
+        self._remember_inner_calls(n_inner, step)
+        self.reset()
+
+    def _remember_inner_calls(self, n_inner: int, step: int) -> None:
+        """Remember the number of inner calls of a step, to compare later steps with it."""
         if self.had_inner_calls(step):
             # The loop was left inside this step, which continued in another loop. So this is the
             # second decision on the step: forget the first.
@@ -643,16 +665,18 @@ class EvaluationSearch:
             self._first_had_inner_calls |= step == 0
             self._inner_calls.append((step, n_inner))
             self._n_steps_with_inner_calls += 1
-        self.reset()
 
     def had_inner_calls(self, step: int) -> bool:
         """Return whether a recent step had calls in eval mode before its last update."""
         return any(index == step for index, _ in self._inner_calls)
 
     def _is_exception(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
-        """Return whether the inner calls of a step are an exception, compared with earlier steps.
+        """Return True if the inner calls of a step are an exception, compared with earlier steps.
 
-        `spans` are their marks. The index `step` is also the number of earlier steps.
+        Args:
+            n_inner: Number of the inner calls.
+            spans: Their marks; empty in an untimed step.
+            step: Index of the step, which is also the number of earlier steps.
         """
         n_compared = min(step, _N_COMPARED_STEPS)
         counts = [n for index, n in self._inner_calls if step - n_compared <= index < step]
@@ -665,18 +689,18 @@ class EvaluationSearch:
             return True  # All steps have such calls, and this step has more.
         # If the loop evaluates after `step()`, each step but the first begins with an evaluation.
         # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
-        if self._recorder.state is not IDLE:
+        if self._recorder.state is not IDLE:  # An untimed step does not show it.
             labels = self._recorder.open.labels
-            self._was_at_start = len(spans) == 1 and is_fetch(labels[: spans[0][0]])
+            self._begins_with_calls = len(spans) == 1 and is_fetch(labels[: spans[0][0]])
         n_without_in_all = step - self._n_steps_with_inner_calls
         only_first_without = n_without_in_all == 1 and not self._first_had_inner_calls
-        return self._was_at_start and only_first_without and {*counts} <= {n_inner}
+        return self._begins_with_calls and only_first_without and {*counts} <= {n_inner}
 
 
 def _spans_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Span], bool]:
-    """Return the spans of marks with a searched label, and True if the last span is open.
+    """Return the spans of marks with a searched label, and True if the step ends inside the last.
 
-    A span lasts until work of the step follows; until then it is open. Other marks may lie inside.
+    Work of the step separates two spans. Other marks may lie inside a span.
     """
     spans: list[_Span] = []
     is_open = False

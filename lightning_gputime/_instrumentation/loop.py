@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_gputime._compat.names import Expected
+from lightning_gputime._compat import Expected
 from lightning_gputime._messages import format_value
 
 _CORRECT_CALL = "GPUPhaseHooks(model, optimizer)"

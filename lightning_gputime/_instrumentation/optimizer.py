@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,16 @@ from lightning_gputime._record.recorder import IDLE, OPEN, Recorder
 _FAILED = "An update of an optimizer could not be timed: %r"
 
 
+class _OtherOptimizer(NamedTuple):
+    """An optimizer that was not given to the loop.
+
+    The reference shows whether another optimizer has reused its id.
+    """
+
+    reference: weakref.ref[Any]
+    updates_model: bool
+
+
 class OptimizerBoundary:
     """Marks the end of the phase `optimizer`, and the start if no backward precedes it.
 
@@ -56,9 +66,7 @@ class OptimizerBoundary:
         self.has_any = bool(self._given)
         """True once the loop has an optimizer whose updates call our hooks."""
         self._parameters: set[int] = set()  # Ids of the model's parameters.
-        # For optimizers that were not given, by id: a reference, which shows whether the id was
-        # reused, and whether they update the model.
-        self._others: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._others: dict[int, _OtherOptimizer] = {}  # Optimizers that were not given, by id.
         self.depth = 0
         """Number of running calls of `step`. A `step` that calls `super().step()` counts as 2."""
         self.updates = 0
@@ -71,7 +79,12 @@ class OptimizerBoundary:
         # Label that continues after a running update inside a backward or a model call; else None.
         self._interrupted: str | None = None
         # Depth of that update. It exceeds 1 if a trainer runs the model call inside another update.
-        self._interrupted_depth = 1
+        self._interrupting_depth = 1
+        self._is_in_wrapper = False  # True while the `step` of a wrapper is running.
+        self._listen(attachments, loop)
+
+    def _listen(self, attachments: Attachments, loop: Loop) -> None:
+        """Attach hooks and patches to the updates."""
         given = [*self._given.values()]
         # Check for compiled steps before `step` is patched: the patch would hide them.
         compiled = [optimizer for optimizer in given if is_step_compiled(optimizer)]
@@ -81,7 +94,6 @@ class OptimizerBoundary:
             attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))
         # A wrapper may gather or average weights around the inner update, so its return, not that
         # of the inner update, ends `optimizer`.
-        self._is_wrapped = False  # True while a wrapper's `step` is running.
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
         for optimizer in loop.optimizers:
             # `PostLocalSGDOptimizer` is a wrapper with an attribute `averager`.
@@ -113,30 +125,34 @@ class OptimizerBoundary:
             attachments.add(Subscription(updating, "zero_grad", Calls(self._zero_grad_begins)))
 
     def not_updated(self, trained: Set[int]) -> tuple[str, ...]:
-        """Return the modules and parameters that have gradients, and that no optimizer updates.
+        """Return the names of modules and parameters that are trained, but never updated.
 
-        Empty if none of these parameters is in an optimizer, because it then has other tensors.
-        `trained` has the ids of the tensors that have gradients.
+        A module stands for its parameters if no optimizer updates any of them.
+
+        Args:
+            trained: Ids of the tensors that have gradients.
         """
-        others = (reference() for reference, updates in self._others.values() if updates)
+        others = [other.reference() for other in self._others.values() if other.updates_model]
         updated = {
             id(parameter)
             for optimizer in (*self._given.values(), *others)
             for parameter in parameters_of(optimizer)
         }
         if updated.isdisjoint(trained):
-            return ()
-        # Each parameter, and the modules that contain it, the outermost first.
-        kept, not_updated = set[str](), list[list[str]]()
+            return ()  # The optimizers have other tensors, such as shards of the parameters.
+        updated_paths = set[str]()
+        # For each parameter that is not updated: the modules that contain it, the outermost first,
+        # and its own name.
+        missed: list[list[str]] = []
         for name, parameter in nn.Module.named_parameters(self._model):
             if id(parameter) in trained:
                 paths = [*accumulate(name.split("."), "{}.{}".format)]
                 if id(parameter) in updated:
-                    kept.update(paths)
+                    updated_paths.update(paths)
                 else:
-                    not_updated.append(paths)
-        found = (next(path for path in paths if path not in kept) for paths in not_updated)
-        return tuple(dict.fromkeys(found))
+                    missed.append(paths)
+        outermost = (next(path for path in paths if path not in updated_paths) for paths in missed)
+        return tuple(dict.fromkeys(outermost))
 
     def update_begins(self) -> None:
         """Start an update that a trainer has announced, and may still skip."""
@@ -153,43 +169,48 @@ class OptimizerBoundary:
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
         updating = [*_updating([optimizer])][-1]
-        if id(updating) in self._given or self._includes_other(updating):
+        if id(updating) in self._given or self._admit_other(updating):
             self.was_tried = True
         return False
 
-    def _includes_other(self, optimizer: Any) -> bool:
-        """Return whether an optimizer that was not given belongs to the loop."""
+    def _admit_other(self, optimizer: Any) -> bool:
+        """Return True if an optimizer that was not given updates the model in a batch.
+
+        Remember each such optimizer. From the first on, `has_any` is True.
+        """
         # Outside of a batch, ignore it: a callback may train a part of the model with it.
         if not self._batch.is_open:
             return False
-        reference, updates_model = self._others.get(id(optimizer), (None, False))
-        if reference is None or reference() is not optimizer:
-            updated = {id(parameter) for parameter in parameters_of(optimizer)}
-            if not updated & self._parameters:
-                # Collect the ids again, because the model may have new parameters.
-                parameters = nn.Module.parameters(self._model)
-                self._parameters = {id(parameter) for parameter in parameters}
-            updates_model = not updated.isdisjoint(self._parameters)
-            self._others[id(optimizer)] = weakref.ref(optimizer), updates_model
-            self.has_any |= updates_model
+        known = self._others.get(id(optimizer))
+        if known is not None and known.reference() is optimizer:
+            return known.updates_model
+        updated = {id(parameter) for parameter in parameters_of(optimizer)}
+        if not updated & self._parameters:
+            # Collect the ids again, because the model may have new parameters.
+            parameters = nn.Module.parameters(self._model)
+            self._parameters = {id(parameter) for parameter in parameters}
+        updates_model = not updated.isdisjoint(self._parameters)
+        self._others[id(optimizer)] = _OtherOptimizer(weakref.ref(optimizer), updates_model)
+        self.has_any |= updates_model
         return updates_model
 
     def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
+        """Start `other`. Return False, because the end of `zero_grad` needs no mark."""
         recorder = self._recorder
         is_other = recorder.label in (OTHER, AFTER_UPDATE)
         # If a hook of the optimizer has ended the step, this call must not end the next `data`.
         is_after_early_end = self.ended_early and recorder.label == DATA
-        is_marked = recorder.state is OPEN and not is_other and not is_after_early_end
+        may_mark = recorder.state is OPEN and not is_other and not is_after_early_end
         # Inside a backward, `zero_grad` is part of an update.
-        if is_marked and current_graph_task_id() == -1:
+        if may_mark and current_graph_task_id() == -1:
             recorder.mark(OTHER)
         return False
 
     def _enter_wrapper(self, *_: Any, **__: Any) -> None:
-        self._is_wrapped = True
+        self._is_in_wrapper = True
 
     def _leave_wrapper(self, result: Any = None) -> None:
-        self._is_wrapped = False
+        self._is_in_wrapper = False
         if self.updates and self._recorder.state is not IDLE:
             self._recorder.mark(AFTER_UPDATE)
 
@@ -198,7 +219,7 @@ class OptimizerBoundary:
         try:
             if recorder.state is IDLE:
                 return  # In an untimed step, `_after_step` counts the updates.
-            if id(optimizer) not in self._given and not self._includes_other(optimizer):
+            if id(optimizer) not in self._given and not self._admit_other(optimizer):
                 return
             if self.depth and (running := steps_on_stack()) is not None:
                 # A `step` that raised has called no hook at its end: count the calls on the stack,
@@ -217,10 +238,10 @@ class OptimizerBoundary:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         recorder = self._recorder
         try:
-            if id(optimizer) not in self._given and not self._includes_other(optimizer):
+            if id(optimizer) not in self._given and not self._admit_other(optimizer):
                 return
-            is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
-            if is_simple and recorder.state is not IDLE:
+            is_plain = self.depth == 1 and self._interrupted is None and not self._is_in_wrapper
+            if is_plain and recorder.state is not IDLE:
                 # Same as `_end` for an outermost update that interrupts nothing. Inlined, because
                 # it is the most common case.
                 self.depth = 0
@@ -236,7 +257,9 @@ class OptimizerBoundary:
         """True if the open step had an update, even if it was skipped, or an update is running."""
         if self.updates or self.was_tried:
             return True
-        return bool(self.depth or self.ended_early) and bool(steps_on_stack())
+        # A `step` that raised has also left `depth` above 0, so look at the stack.
+        may_be_running = self.depth > 0 or self.ended_early
+        return may_be_running and bool(steps_on_stack())
 
     def end_early(self) -> None:
         """End the running update now, because a step ends inside it. Its return is then ignored."""
@@ -246,6 +269,7 @@ class OptimizerBoundary:
             self.ended_early = True
 
     def _begin(self, closure: Any = None, **_: Any) -> None:
+        """Start a call of `step`. Mark `optimizer`, unless its time already counts as that."""
         self.ended_early = False
         self.depth += 1
         label = self._recorder.label
@@ -259,10 +283,11 @@ class OptimizerBoundary:
         # mark is needed. `_before_step` inlines this branch.
         if label == AFTER_BACKWARD and closure is None:
             return
+        # True if the closure starts with the training step of a trainer.
         trains_first = closure is not None and self._trains_in_closure
         if current_graph_task_id() != -1:  # In a hook on gradients.
             self._interrupted = label or BACKWARD
-            self._interrupted_depth = 1
+            self._interrupting_depth = 1
             self._recorder.mark_in_backward(OPTIMIZER)
         elif label == FORWARD and not trains_first:
             self._interrupt(label)
@@ -272,23 +297,25 @@ class OptimizerBoundary:
             self._recorder.mark(OPTIMIZER)
 
     def _interrupt(self, label: str) -> None:
-        # Mark an update inside a model call: local learning, where a layer updates itself.
+        """Mark an update inside a model call: local learning, where a layer updates itself."""
         self._interrupted = label
-        self._interrupted_depth = self.depth
+        self._interrupting_depth = self.depth
         self._recorder.mark(OPTIMIZER)
 
     def _end(self, result: Any = None) -> None:
-        interrupted = self._interrupted if self.depth == self._interrupted_depth else None
+        """End a call of `step`. If it is an update, count it, and mark what follows."""
+        is_interrupting = self.depth == self._interrupting_depth
+        interrupted = self._interrupted if is_interrupting else None
         if self.depth:
             self.depth -= 1
         elif self.ended_early:
-            return
+            return  # `end_early` has already ended this update.
         if self.depth and interrupted is None:
             return  # The inner call of `super().step()` has ended. The outer `step` continues.
         self._interrupted = None
         # Skipped updates are not counted, because a GradScaler then calls no hooks.
         self.updates += 1
-        if self._recorder.state is IDLE or (self._is_wrapped and interrupted is None):
+        if self._recorder.state is IDLE or (self._is_in_wrapper and interrupted is None):
             return
         if current_graph_task_id() != -1:
             self._recorder.mark_in_backward(interrupted or BACKWARD)

@@ -67,9 +67,10 @@ class FunctionPatch:
             reference to itself would keep the patch, and so its owner, alive.
         _read_name: Name by which the function is read: that of a property, until it is set and so
             stored in an attribute such as `_loss_function`.
-        _original: Raw value to restore: on a C++ class, `getattr` returns an object that does not
-            bind. `_MISSING` if the owner itself has no such attribute. Then `restore` deletes the
-            patch, so that the method of its class is found again.
+        _original: Value in the `__dict__` of the owner, to restore: on a C++ class, `getattr`
+            returns an object that does not bind. `_MISSING` if the owner itself has no such
+            attribute. Then `restore` deletes the patch, so that the method of its class is found
+            again.
         _call: The original function, as a call on the owner finds it.
     """
 
@@ -138,11 +139,14 @@ class FunctionPatch:
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the owner gets the original function: the method of its class, a copy of the
-        # owner's own attribute, or the same value of a property.
-        if self._original is _MISSING and self._read_name == self._name:
+        """Let a copy of the owner, or its pickle, contain the original function."""
+        is_own_attribute = self._original is not _MISSING
+        is_property = self._read_name != self._name
+        if not is_own_attribute and not is_property:
+            # The method of the class, bound to the copy of the owner.
             return getattr, (self._owner, self._name)
-        original = self._call if self._original is _MISSING else self._original
+        original = self._original if is_own_attribute else self._call
+        # `__reduce__` must return a function call, so take the value from a list.
         return operator.itemgetter(0), ([original],)
 
     @property
@@ -160,14 +164,16 @@ class FunctionPatch:
         return current is (self if self.replacement is None else self.replacement)
 
     def apply(self) -> bool:
-        """Replace the function, unless other code has replaced it. Return whether it succeeded."""
+        """Replace the function. Return False and do nothing if other code has replaced it."""
         if self.is_applied:
             return True
         owner, name = self._owner, self._name
         if vars(owner).get(name, _MISSING) is not self._original:
             return False
-        # The class may have a different method by now.
-        if self._original is _MISSING and getattr(owner, self._read_name) != self._call:
+        has_class_changed = (
+            self._original is _MISSING and getattr(owner, self._read_name) != self._call
+        )
+        if has_class_changed:
             return False
         self._set(self if self.replacement is None else self.replacement)
         return True
@@ -239,6 +245,7 @@ class Subscription:
         self.patch.remove_listener(self._listener)
 
     def _find_patch(self) -> FunctionPatch:
+        """Return the patch that replaces the function now, or else a new patch."""
         applied = patch_of(vars(self._owner).get(self._name))
         return applied or FunctionPatch(self._owner, self._name, self._wrap)
 

@@ -67,7 +67,7 @@ class FitActions:
             self.attachments.add(Subscription(*entry, Calls(start_wait)))
 
     def refresh(self, fit: Any) -> None:
-        """Add changed names of actions, which contain, for example, a callback's `state_key`."""
+        """Look up the names of actions again, because a callback's `state_key` may have changed."""
         self._calls.update(self._actions(fit))
         self._listener.refresh()
 
@@ -89,6 +89,7 @@ class FitActions:
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if module is not None and lightning_.defines(module, hook):
                     yield lightning_.module_action(trainer, module, hook), partial(mark, DATA)
+        others = [other for other in trainer.callbacks if not isinstance(other, self._timer_class)]
         # For each hook, the function to call after the callbacks. After all callbacks, the trainer
         # calls the same hook of the model.
         ends: dict[str, Callable[[], object]] = {
@@ -100,15 +101,13 @@ class FitActions:
         start_update = fit.start_update
         for hook, end in ends.items():
             start = self._enter_callback if hook in lightning_.IN_STEP else fit.start_callback
-            for callback in trainer.callbacks:
-                if isinstance(callback, self._timer_class):
-                    continue
+            for callback in others:
                 if lightning_.defines(callback, hook):
                     label = label_of_callback(callback, hook)
                     yield lightning_.callback_action(callback, hook), partial(start, label)
                     yield action_of(hook), end
                     if hook == "on_before_optimizer_step":
-                        start_update = partial(self._end_callbacks, fit)
+                        start_update = partial(self._leave_callback_and_start_update, fit)
         yield action_of("on_before_optimizer_step"), start_update
         # The hooks at the start of the first epoch end the entry `set-up`.
         start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
@@ -121,14 +120,14 @@ class FitActions:
         yield action_of("on_validation_model_zero_grad"), pause
 
     def _enter_callback(self, label: str) -> None:
-        self._leave_callback()
+        self._leave_callback()  # The trainer does not report the end of the callback before.
         self._callback = label
         self._recorder.enter_phase(label)
 
     def _leave_callback(self) -> None:
         self._recorder.leave_phase(self._callback)
 
-    def _end_callbacks(self, fit: Any) -> None:
+    def _leave_callback_and_start_update(self, fit: Any) -> None:
         self._leave_callback()
         fit.start_update()
 
@@ -137,8 +136,12 @@ class _ActionListener(Subscription):
     """Attachment that calls functions when a trainer starts certain actions.
 
     A Trainer notifies its profiler before every action, such as the call of one callback, even if
-    the action does nothing. So the order of the callbacks does not matter. `calls` contains the
-    functions by the name of the action. `fail` is called with their errors.
+    the action does nothing. So the order of the callbacks does not matter.
+
+    Args:
+        profiler: Profiler of the Trainer.
+        calls: Functions to call, by the name of the action.
+        fail: Called with their errors.
     """
 
     def __init__(
@@ -163,31 +166,37 @@ class _ActionListener(Subscription):
 
 
 class _ActionCalls(dict[str, None]):
-    """Replacement of `start` of an idle profiler: a dict of the actions without a listener.
+    """Replacement of `start` of an idle profiler, which does nothing: calls the listeners instead.
 
-    A step has dozens of actions, and few have a listener. Calling the dict looks up an action in C,
-    without a Python call. Only a missing action, which may have a listener, runs Python code.
+    It is a dict of the actions without a listener. A step has dozens of actions, and few have a
+    listener. Calling the dict looks up an action in C, without a Python call. Only a missing
+    action, which may have a listener, runs Python code.
+
+    Args:
+        original: The replaced function. It does nothing, so it is not called.
+        listeners: Pairs `(calls, fail)`, one of each `_ActionListener`.
     """
 
     __slots__ = ("_listeners",)
 
-    def __init__(self, _: Callable[[str], Any] | None = None, listeners: Any = ()) -> None:
+    def __init__(self, original: object = None, listeners: Any = ()) -> None:
         super().__init__()
-        self._listeners: list[Any] = listeners  # `calls` and `fail` of each `_ActionListener`.
+        self._listeners: list[Any] = listeners
 
     __call__ = dict.__getitem__
 
     def __missing__(self, action_name: str) -> None:
-        is_ignored = True
+        """Call the listeners of an action. If there are none, remember that."""
+        has_listener = False
         for calls, fail in self._listeners:
             if action_name in calls:
-                is_ignored = False
+                has_listener = True
                 try:
                     calls[action_name]()
                 except Exception as error:
                     fail(error)
         # Limit the actions to remember, because their names may contain numbers.
-        if is_ignored and len(self) < 1000:
+        if not has_listener and len(self) < 1000:
             self[action_name] = None
 
     def __bool__(self) -> bool:

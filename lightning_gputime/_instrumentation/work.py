@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gputime._compat.torch_ import (
+    enables_autocast,
     function_modes,
-    is_autocast_on,
     unwrapped,
     without_function_modes,
 )
@@ -77,19 +77,25 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
     kind = device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    # Accelerate stores its autocast in a closure variable of a function that wraps `forward`.
-    forward: Any = unwrapped(model).forward
-    while forward is not None:
-        forward = getattr(forward, "__func__", forward)
-        for cell in getattr(forward, "__closure__", None) or ():
-            with suppress(ValueError):  # The cell is empty.
-                value = cell.cell_contents
-                is_on_device = isinstance(value, torch.autocast) and value.device == kind
-                if is_on_device and is_autocast_on(value):
-                    dtype: torch.dtype = value.fast_dtype
-                    return dtype
-        forward = getattr(forward, "__wrapped__", None)
+    for value in _closure_values(unwrapped(model).forward):
+        is_autocast = isinstance(value, torch.autocast) and value.device == kind
+        if is_autocast and enables_autocast(value):
+            dtype: torch.dtype = value.fast_dtype
+            return dtype
     return dtype_of(model)
+
+
+def _closure_values(function: Any) -> Iterator[Any]:
+    """Yield the closure variables of a function and of the functions that it wraps.
+
+    Accelerate stores its autocast in a closure variable of a function that wraps `forward`.
+    """
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # The cell is empty.
+                yield cell.cell_contents
+        function = getattr(function, "__wrapped__", None)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -180,21 +186,23 @@ class WorkCounter:
         return self._find_precision if self._has_flops else None
 
     def add_batch(self, batch: Any) -> None:
-        if self._recorder.state is OPEN and self._recorder.label not in IN_NO_STEP:
-            items = self._items
-            if function_modes():
-                with without_function_modes():
-                    self._batch_items = items.of(batch)
+        """Count the items of a batch, if its time is in a timed step."""
+        if self._recorder.state is not OPEN or self._recorder.label in IN_NO_STEP:
+            return
+        items = self._items
+        if function_modes():
+            with without_function_modes():
+                self._batch_items = items.of(batch)
+            return
+        if type(batch) is items.kind:
+            # Same as `Items.of` in the most common case, without another call.
+            try:
+                first = batch if items.key is None else batch[items.key]
+                self._batch_items = first.shape[0]
                 return
-            if type(batch) is items.kind:
-                # Same as `Items.of` in the most common case, without another call.
-                try:
-                    first = batch if items.key is None else batch[items.key]
-                    self._batch_items = first.shape[0]
-                    return
-                except Exception:
-                    pass  # The contents have another structure than those of the last batch.
-            self._batch_items = items.of(batch)
+            except Exception:
+                pass  # The contents have another structure than those of the last batch.
+        self._batch_items = items.of(batch)
 
     def end_batch(self) -> None:
         """End a batch. The step may continue with another batch."""
@@ -261,7 +269,10 @@ class Items:
         return self._search(batch) if isinstance(batch, (Tensor, Mapping, list, tuple)) else nan
 
     def _search(self, batch: Any) -> float:
-        # The size of the first dimension if it is the same in all tensors, else NaN.
+        """Return the size of the first dimension if it is the same in all tensors, else NaN.
+
+        Remember where the first tensor is, if that is at the top level of the batch.
+        """
         self.kind = None
         # A list of dicts contains rows that were not collated. The number of rows is then not the
         # size of a tensor.
@@ -311,7 +322,7 @@ def _unknown_number(_: object) -> float:
 
 
 def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    # Yield the tensors in a batch, except scalars, each after the keys that lead to it.
+    """Yield the tensors in a batch, except scalars, each after the keys that lead to it."""
     if isinstance(batch, Tensor):
         if batch.dim():
             yield keys, batch

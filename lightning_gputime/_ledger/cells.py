@@ -68,6 +68,16 @@ class ExaminedStep:
         return replace(self, cells_ms=cells) if cells else None
 
 
+class _AnyMark(NamedTuple):
+    """Mark of a phase or of a line."""
+
+    start_ns: int  # Host time before the mark.
+    end_ns: int  # Host time after the mark.
+    device_ms: float  # Device time since the start of the step.
+    phase: str | None = None  # Phase that starts; None for a line, and at the end of the step.
+    line: Line | None = None  # Line that runs from now on; None for a phase.
+
+
 class _Interval(NamedTuple):
     """Time between two marks of any kind.
 
@@ -132,30 +142,38 @@ def base_of(line: Line | None) -> frozenset[tuple[str, str, int]]:
 
 def _intervals(step: StepRecord) -> Iterator[_Interval]:
     """Yield the intervals of a step, in order."""
-    marks_ms = [*accumulate(step.device_ms, initial=0.0)]
-    phases = [
-        names[-1] if names else EVALUATION_IN_STEP if label == EVALUATION_IN_STEP else ""
-        for label, names in zip(step.labels, resolve_labels(step.labels), strict=True)
-    ]
-    # Start and end of the mark on the host, device time, and index of the label or the line.
-    marks = [
-        (ns, ns, ms, i, None) for i, (ns, ms) in enumerate(zip(step.host_ns, marks_ms, strict=True))
-    ]
+    phases = []
+    for label, names in zip(step.labels, resolve_labels(step.labels), strict=True):
+        if names:
+            phases.append(names[-1])
+        else:  # The time is in no phase.
+            phases.append(EVALUATION_IN_STEP if label == EVALUATION_IN_STEP else "")
+    marks_ms = accumulate(step.device_ms, initial=0.0)
+    # The last mark only ends the step, so it starts no phase.
+    starts = zip(step.host_ns, marks_ms, [*phases, None], strict=True)
+    marks = [_AnyMark(ns, ns, ms, phase=phase) for ns, ms, phase in starts]
     marks += [
-        (line.start_ns, line.end_ns, line.device_ms, -1, line.line) for line in step.lines or ()
+        _AnyMark(line.start_ns, line.end_ns, line.device_ms, line=line.line)
+        for line in step.lines or ()
     ]
-    marks.sort(key=lambda mark: (mark[1], mark[2]))  # Host times may be equal.
+    marks.sort(key=lambda mark: (mark.end_ns, mark.device_ms))  # Host times may be equal.
+    phase: str | None = phases[0]
     # The first line mark follows the first mark of the step.
-    running = next((line for *_, line in marks if line is not None), None)
-    label = 0
+    running = next((mark.line for mark in marks if mark.line is not None), None)
     for first, second in pairwise(marks):
-        if first[4] is None:
-            label = first[3]
+        if first.line is None:
+            phase = first.phase
         else:
-            running = first[4]
-        if running is not None and label < len(phases):
+            running = first.line
+        if running is not None and phase is not None:
             yield _Interval(
-                first[1], second[0], second[1], first[2], second[2], phases[label], running
+                start_ns=first.end_ns,
+                end_ns=second.start_ns,
+                marked_ns=second.end_ns,
+                start_ms=first.device_ms,
+                end_ms=second.device_ms,
+                phase=phase,
+                line=running,
             )
 
 
@@ -167,31 +185,33 @@ def _paced_cells(
     host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
     reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
     lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
-    for i, interval in enumerate(intervals):
+    paced = [*zip(intervals, pairwise(lags), strict=True)]
+    for interval, (lag_before, lag_after) in paced:
         ms = interval.end_ms - interval.start_ms
-        has_waited = lags[i + 1] < MAX_IDLE_LAG_MS and ms < _MAX_AFTER_WAIT * lags[i]
-        busy_ms[interval.line] += max(interval.host_ms - lags[i] * has_waited, 0.0)
-    waiting: Line | None = None  # Line after which the device ran out of work.
-    left_ms = 0.0  # Amount of work that was queued before it.
-    # Twice, because what ran dry at the end of a step explains the start of the next one.
+        has_waited = lag_after < MAX_IDLE_LAG_MS and ms < _MAX_AFTER_WAIT * lag_before
+        waited_ms = lag_before if has_waited else 0.0
+        busy_ms[interval.line] += max(interval.host_ms - waited_ms, 0.0)
+    drained: Line | None = None  # Line that has waited until the device had no work left.
+    left_ms = 0.0  # Work that was queued before this wait, less the idle time it has explained.
+    # Twice, because a queue that is drained at the end of a step explains the start of the next.
     for _ in range(2):
         cells: dict[Cell, float] = defaultdict(float)
-        for i, interval in enumerate(intervals):
+        for interval, (lag_before, lag_after) in paced:
             ms = max(interval.end_ms - interval.start_ms, 0.0)
-            if lags[i + 1] >= MAX_IDLE_LAG_MS:
+            if lag_after >= MAX_IDLE_LAG_MS:
                 cells[Cell(interval.line, interval.phase, GPU)] += ms
-                waiting = None
+                drained = None
                 continue
             # The device waited for the second mark, whose own time is not the line's.
             ms = max(ms - (interval.marked_ns - interval.end_ns) / 1e6, 0.0)
-            if waiting is not None:
+            if drained is not None:
                 # With its work still queued, the device would not have waited here.
                 idle_ms = min(ms, left_ms)
                 left_ms -= idle_ms
                 ms -= idle_ms
-                cells[Cell(waiting, interval.phase, IDLE)] += idle_ms
+                cells[Cell(drained, interval.phase, IDLE)] += idle_ms
             if ms:
                 cells[Cell(interval.line, interval.phase, HOST)] += ms
-            if lags[i] >= _MIN_DRAINED_MS:
-                waiting, left_ms = interval.line, lags[i]
+            if lag_before >= _MIN_DRAINED_MS:
+                drained, left_ms = interval.line, lag_before
     return cells

@@ -1,10 +1,12 @@
-"""Examined steps: steps in which each line of the user's code is a mark, too."""
+"""Examined steps, in which each line of the user's code is a mark, too: their choice and marks."""
 
+import math
 import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -32,6 +34,94 @@ _MAX_MARKS_SHARE = 0.5
 _FIRST_MARK_NS = 10_000  # Cost of a mark before it was measured.
 _EVENT_NS = 3_000  # Cost of an event apart from its mark.
 _MIN_EVENTS = 300  # Number of events at which lines may be ignored, however short the step is.
+_FIRST = (12, 15, 18)  # Indices of the first examined steps. They follow the warm-up.
+_GROWTH = 1.6  # Later, a step is examined each time the run has grown by this factor.
+_MORE, _DISTANCE = 3, 3  # Number of steps that `examine_more` adds, and their distance.
+# Examined steps may lengthen a run by this fraction. A shorter run counts as this many steps.
+_MAX_COST_SHARE, _MIN_RUN_STEPS = 0.002, 1_000
+_MAX_LONG = 3  # Maximum number of steps that are examined because they are expected to be long.
+
+
+class ExaminationSchedule:
+    """Choice of the steps that are examined, by their index, which counts all steps from 0.
+
+    Args:
+        next_long: Returns the index of a long step and the expected distance to the next; None if
+            no long step is expected.
+        is_distributed: True if all ranks must examine the same steps. Then only the index decides.
+    """
+
+    def __init__(
+        self, next_long: Callable[[], tuple[int, int] | None], *, is_distributed: bool
+    ) -> None:
+        self._next_long, self._is_distributed = next_long, is_distributed
+        self._n_soon = 0  # Number of steps that `examine_more` still has to examine.
+        # Costs in units of a usual step. A step that is expected to be long counts as the step
+        # before it, because its own duration does not show the cost.
+        self._newest_cost = 0.0
+        self._total_cost = 0.0  # Of all examined steps.
+        self._n_long = 0  # Number of examined steps that were expected to be long.
+        self.expects_long = False
+        """True if the next examined step is expected to be long."""
+        self.next_index: float = _FIRST[0]
+        """Index of the first step that may be examined next; infinity if there is none."""
+
+    def stop(self) -> None:
+        """Examine no further steps."""
+        self.next_index = math.inf
+
+    def examine_more(self) -> None:
+        """Examine three more steps soon."""
+        is_stopped = self.next_index == math.inf
+        if is_stopped or self._is_distributed:  # Other ranks may not need more.
+            return
+        self._n_soon, self.next_index = _MORE, 0
+        self.expects_long = False
+
+    def step_examined(self, index: int, cost: float) -> None:
+        """Record that the step of this index was examined, and choose the next step to examine.
+
+        Args:
+            index: Index of the examined step.
+            cost: Time that examining it took, as a fraction of a usual step.
+        """
+        if self.expects_long:
+            self._n_long += 1
+            self.expects_long = False
+        else:
+            self._newest_cost = cost
+        self._total_cost += self._newest_cost
+        if self._n_soon:
+            self._n_soon -= 1
+        if self._n_soon:
+            self.next_index = index + _DISTANCE
+            return
+        later = [first for first in _FIRST if first > index]
+        self.next_index = later[0] if later else self._choose_after_first(index)
+
+    def _choose_after_first(self, index: int) -> int:
+        """Return the index of the next step to examine, once the first steps were examined.
+
+        Set `expects_long` if it is a step that is expected to be long.
+        """
+        following = int(index * _GROWTH) + 1
+        if self._is_distributed:
+            return following
+        cost = self._total_cost + self._newest_cost  # With the next examined step.
+        if cost > _MAX_COST_SHARE * max(following, _MIN_RUN_STEPS):
+            first_affordable = int(cost / _MAX_COST_SHARE) + 1
+            return max(following, first_affordable)
+        recurrence = self._next_long()
+        if recurrence is None or self._n_long >= _MAX_LONG:
+            return following
+        last_long, distance = recurrence
+        # The step after an examined step cannot be examined: the device has no work queued there.
+        n_recurrences = max(math.ceil((index + 2 - last_long) / max(distance, 1)), 1)
+        next_long = last_long + n_recurrences * distance
+        if next_long >= following:
+            return following
+        self.expects_long = True
+        return next_long
 
 
 class Examiner:
@@ -73,19 +163,25 @@ class Examiner:
         self._handles: list[Any] = []  # Hooks on nodes of the running backward.
         self._backward_line: Line | None = None  # Line that runs a backward.
         self._node_line: Line | None = None  # Line of forward whose nodes run.
-        # Line of each module of `fully_shard`, by name. Forward creates them, so in backward they
-        # are part of the line of forward that calls the module.
+        # A line for the waits of each module of `fully_shard`, by the name of the module. Forward
+        # creates them, so a wait in backward is also part of the line that calls the module.
         self._sharded: dict[str, Line] = {}
-        self._is_waiting = False  # True while such a line runs.
-        self._is_backward_known = True  # False if nodes of other threads are in the graph.
+        self._is_in_sharded_wait = False  # True while the time belongs to a line of `_sharded`.
+        # False once the graph of the step may contain nodes that backward has created.
+        self._has_only_forward_nodes = True
 
     def start(self, step_ns: float) -> list[LineMark] | None:
-        """Examine the step that starts now in the calling thread, and is expected to last so long.
+        """Examine the step that starts now in the calling thread.
 
-        Return the list to which its marks will be added; None if lines cannot be followed.
+        Args:
+            step_ns: Expected duration of the step.
+
+        Returns:
+            The list to which its marks will be added; None if lines cannot be followed.
         """
         self._start_ns, self._step_ns = self._now(), step_ns
-        self._marks, self._sequences, self._lines, self._is_backward_known = [], [], [], True
+        self._marks, self._sequences, self._lines = [], [], []
+        self._has_only_forward_nodes = True
         self._operations.clear()
         self.trained.clear()
         try:
@@ -104,8 +200,8 @@ class Examiner:
         event_ns += _EVENT_NS
         # Without its events, the step may already have taken longer than expected.
         step_ns = max(self._now() - self._start_ns - events * event_ns, self._step_ns)
-        allowed = int(_MAX_MARKS_SHARE * step_ns / event_ns)
-        return max(allowed, _MIN_EVENTS) - events
+        max_events = int(_MAX_MARKS_SHARE * step_ns / event_ns)
+        return max(max_events, _MIN_EVENTS) - events
 
     def stop(self) -> None:
         """End the examined step. Safe to call twice, and in any thread."""
@@ -113,7 +209,7 @@ class Examiner:
         self._remove_hooks()
         self.is_on = False
         self._backward_line = self._node_line = None
-        self._is_waiting = False
+        self._is_in_sharded_wait = False
         # The recorder owns the marks.
         self._marks, self._sequences, self._lines = [], [], []
 
@@ -122,9 +218,10 @@ class Examiner:
         self._warn_once("Lines of code are no longer timed: %r", error)
 
     def _mark(self, line: Line, starts: bool = False) -> None:
-        """Record that a line starts, or continues, now."""
+        """Record that a line starts, or continues, now. Listener of `LineWatch`."""
         if line is self._backward_line and self._node_line is not None:
-            line = self._node_line  # Code that a node has called, such as a hook, has returned.
+            # A hook that a node of the running backward has called has returned: the node goes on.
+            line = self._node_line
         if self._has_events and self._may_capture() and self._is_capturing():
             self.watch.stop()  # Recording an event would break the capture.
             return
@@ -146,7 +243,7 @@ class Examiner:
     # Waits for other ranks, in any thread. No autograd node is created while they last.
 
     def wait_begins(self) -> None:
-        """A wait for other ranks begins. If it is for a module of `fully_shard`, it has a line."""
+        """Start a wait for other ranks. Give it a line if `fully_shard` waits for a module."""
         found = sharded_module()
         if found is None:
             return
@@ -157,26 +254,28 @@ class Examiner:
             function.name = f"fully_shard of {without_wrappers(name) or 'the model'}"
             line = self._sharded[name] = function.whole
         self._record(line, starts=True)
-        self._is_waiting = True
+        self._is_in_sharded_wait = True
 
     def wait_ends(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
+        if self._is_in_sharded_wait:
+            self._is_in_sharded_wait = False
             self._record(self._node_line or self.watch.line)
 
     # Backward
 
     def backward_begins(self, tensors: Any, *, creates_graph: bool = False) -> None:
         """Mark the lines of forward in the backward that starts now."""
-        if not self.watch.is_on or not self._is_backward_known:
+        if not self.watch.is_on or not self._has_only_forward_nodes:
             return
-        # The engine's threads have other counters than the thread of the loop. So nodes that a
-        # backward creates, for a second derivative, cannot be told from those of forward.
-        self._is_backward_known = not creates_graph or not self._has_events
+        # A backward with `create_graph` creates nodes, for a second derivative. With a device, the
+        # engine does so in its own threads, which count nodes separately: the numbers of these
+        # nodes cannot be compared with those of forward.
+        if creates_graph and self._has_events:
+            self._has_only_forward_nodes = False
         try:
             if not is_autograd_compiled():  # It would trace the hooks.
-                given = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
-                self._hook_nodes(given)
+                roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
+                self._hook_nodes(roots)
         except Exception as error:
             self._remove_hooks()
             self._warn_once("The time of backward by line of forward is unknown: %r", error)
@@ -187,22 +286,24 @@ class Examiner:
             self._remove_hooks()
             self._mark(self.watch.line)
 
-    def _hook_nodes(self, tensors: Iterable[Any]) -> None:
-        """Hook the nodes at which the line of forward changes.
+    def _hook_nodes(self, roots: Iterable[Any]) -> None:
+        """Find the line of forward of each node in a graph, and hook nodes at which it changes.
 
-        The engine runs nodes roughly in the opposite order of their creation.
+        The engine runs nodes roughly in the opposite order of their creation, so from one such node
+        to the next, backward works on the operations of a single line.
         """
         start_ns = self._now()
-        previous: Line | None = None
+        line_before: Line | None = None
         with self.watch.paused(), without_function_modes():
-            for node in graph_nodes(tensors, _MAX_NODES):
+            for node in graph_nodes(roots, _MAX_NODES):  # Newest first.
                 index = bisect_right(self._sequences, node.sequence) - 1
                 if index < 0:
                     continue  # Created before this step.
                 line = self._lines[index]
-                if line is not previous:
-                    self._handles.append(node.node.register_prehook(self._hook(line)))
-                    previous = line
+                if line is not line_before:
+                    before_node = partial(self._node_begins, line)
+                    self._handles.append(node.node.register_prehook(before_node))
+                    line_before = line
                 counts = self._operations.setdefault(line, Counter())
                 counts["all"] += 1
                 if kind := _kind_of(node):
@@ -212,19 +313,16 @@ class Examiner:
                         self.trained.add(id(variable))
             found = self._operations.items()
             self.operations |= {line: Operations(**counts) for line, counts in found}
-        # Exclude the time of the search from the step.
+        # End with a mark that started before the search: the time of marks is in no line.
         self._mark(self.watch.line)
         self._backward_line = self.watch.line
         self._marks[-1] = self._marks[-1]._replace(start_ns=start_ns)
 
-    def _hook(self, line: Line) -> Callable[[Any], None]:
-        def before_node(_: Any) -> None:
-            # Runs in the thread of the engine, while the thread of the loop waits for it.
-            with suppress(Exception):
-                self._record(line)
-                self._node_line = line
-
-        return before_node
+    def _node_begins(self, line: Line, _: Any) -> None:
+        # Runs in the thread of the engine, while the thread of the loop waits for it.
+        with suppress(Exception):
+            self._record(line)
+            self._node_line = line
 
     def _remove_hooks(self) -> None:
         while self._handles:
@@ -241,19 +339,22 @@ def _kind_of(node: GraphNode) -> str:
 
 
 def forwards_of(model: object) -> dict[CodeType, str]:
-    """Return the code of each forward in a model, and the modules that run it.
+    """Return a description of the modules that run each forward in a model, by its code.
 
-    The text is the name of a single module, such as "blocks.3.att", or the number and the class of
-    several, such as "8 x Block"; empty for the model itself.
+    The description is the name of a single module, such as "blocks.3.att", or the number and the
+    class of several, such as "8 x Block"; empty for the model itself.
     """
-    names: dict[CodeType, list[tuple[str, str]]] = {}
-    # The model of some trainers, such as SetFit, is not a module.
-    modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
-    for name, module in modules:
+    if not isinstance(model, nn.Module):
+        return {}  # The model of some trainers, such as SetFit.
+    found: dict[CodeType, list[tuple[str, nn.Module]]] = {}
+    for name, module in nn.Module.named_modules(model):
         code = code_of(getattr(type(module), "forward", None))
         if code is not None:
-            names.setdefault(code, []).append((without_wrappers(name), type(module).__name__))
-    return {
-        code: found[0][0] if len(found) == 1 else f"{len(found)} x {found[0][1]}"
-        for code, found in names.items()
-    }
+            found.setdefault(code, []).append((name, module))
+    described = {}
+    for code, modules in found.items():
+        name, module = modules[0]
+        is_single = len(modules) == 1
+        many = f"{len(modules)} x {type(module).__name__}"
+        described[code] = without_wrappers(name) if is_single else many
+    return described

@@ -1,20 +1,127 @@
 """The ledger of a run: who sets the pace of each millisecond of a step, and at which line."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from statistics import mean, stdev
 from types import CodeType
+from typing import Any
 
-from lightning_gputime._ledger.cells import GPU, ExaminedStep, examined_step
-from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._ledger.cells import GPU, HOST, Cell, ExaminedStep, base_of, examined_step
 from lightning_gputime._ledger.pace import PaceSums
 from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
+from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._phases import StepRecord
 
 _MIN_STEPS = 3  # Number of examined steps that are compared with the others.
-_MIN_PHASE, _MAX_DIFFERENCE = 0.1, 0.5  # Fraction of the step, and of the phase.
+# Examined steps lack something if a phase is shorter by these fractions: of the step, of the phase.
+_MIN_MISSING_OF_STEP, _MIN_MISSING_OF_PHASE = 0.1, 0.5
+
+# Outside of steps
+_FIRST = 3  # Each entry is examined this many times, and later at each power of two.
+_MAX_SHARE = 0.03  # Marks may take this fraction of the time before frequent lines are ignored.
+_MIN_EVENTS = 500  # Number of events at which lines may be ignored, however short the entry is.
+_MAX_NS = 30e9  # An occurrence is examined for at most this long.
+_EVENT_NS = 1_500  # Estimated cost of an event, with its mark.
+
+
+class OutsideLines:
+    """Host time of the lines that run while an entry of the wall clock outside of steps is open.
+
+    Args:
+        now_ns: The host's clock; None if nothing is examined.
+        functions: Functions of libraries to name as the reason for time.
+    """
+
+    def __init__(
+        self, now_ns: Callable[[], int] | None = None, functions: Sequence[CodeType] = ()
+    ) -> None:
+        self._now_ns, self.functions = now_ns, functions
+        self.occurrences: list[ExaminedStep] = []
+        """Examined occurrences of all entries. The phase of their cells is the entry."""
+        self._n: Counter[str] = Counter()  # Number of occurrences by entry, examined or not.
+        self._watch: LineWatch | None = None  # While an entry is examined.
+        # About the occurrence that is examined.
+        self._entry = ""
+        self._start_ns = 0
+        self._first_line: Line | None = None  # Line that ran at the start.
+        self._line: Line | None = None  # Line that is running.
+        self._marked_ns = 0  # Host time after the newest mark, from which `_line` has run.
+        self._ms: dict[Line, float] = defaultdict(float)
+        self._calls: Counter[Line] = Counter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        cleared = dict.fromkeys(("_now_ns", "_watch", "_line", "_first_line"))
+        return {**self.__dict__, **cleared, "functions": ()}
+
+    def switch_to(self, entry: str) -> None:
+        """End the open entry, and open another, which may be examined; an empty entry is a step."""
+        if self._watch is not None:
+            self._end()
+        if not entry or self._now_ns is None:
+            return
+        self._n[entry] += 1
+        n = self._n[entry]
+        is_power_of_two = n & (n - 1) == 0
+        if n <= _FIRST or is_power_of_two:
+            self._start(entry)
+
+    def stop(self) -> None:
+        """Examine nothing any more. Safe to call twice."""
+        self.switch_to("")
+        self._now_ns = None
+
+    def _start(self, entry: str) -> None:
+        watch = LineWatch(self._mark, lambda _: None)
+        watch.follow(self.functions)
+        self._entry, self._line = entry, None
+        self._ms, self._calls = defaultdict(float), Counter()
+        assert self._now_ns is not None
+        self._start_ns = self._now_ns()
+        self._watch = watch  # Ctrl-C may come at any line.
+        try:
+            reason = watch.start(sys._getframe(1), self._more_events)
+        except Exception as error:
+            reason = repr(error)
+        if reason:
+            self._watch = None
+            return
+        self._line = self._first_line = watch.line
+        self._marked_ns = self._now_ns()
+
+    def _end(self) -> None:
+        """End the examined occurrence, if any, and keep its times."""
+        if self._watch is None:
+            return
+        self._watch.stop()
+        self._watch = None
+        if self._line is not None and self._now_ns is not None:
+            self._ms[self._line] += (self._now_ns() - self._marked_ns) / 1e6
+        cells = {Cell(line, self._entry, HOST): ms for line, ms in self._ms.items()}
+        number, base = self._n[self._entry], base_of(self._first_line)
+        self.occurrences.append(ExaminedStep(number, cells, dict(self._calls), base))
+
+    def _mark(self, line: Line, starts: bool) -> None:
+        """End the time of the line before, because `line` runs from now on; see `LineWatch`."""
+        assert self._now_ns is not None
+        now_ns = self._now_ns()
+        if self._line is not None:
+            self._ms[self._line] += (now_ns - self._marked_ns) / 1e6
+            self._calls[line] += starts
+        self._line = line
+        self._marked_ns = self._now_ns()
+        if now_ns - self._start_ns > _MAX_NS:
+            self._end()
+
+    def _more_events(self, events: int) -> int:
+        """Return how many more events may follow after this many; 0 to ignore frequent lines."""
+        assert self._now_ns is not None
+        elapsed_ns = self._now_ns() - self._start_ns
+        max_events = int(_MAX_SHARE * elapsed_ns / _EVENT_NS)
+        return max(max_events, _MIN_EVENTS) - events
 
 
 class Ledger:
@@ -54,7 +161,8 @@ class Ledger:
         self.operations: Mapping[Line, Operations] = {}
         """Differentiable operations of each line; set by the session."""
         self.trained_tensors: dict[int, int] = {}
-        """Number of tensors whose gradients backward computes, by the number of examined steps."""
+        """Number of tensors whose gradients backward computed in each examined step, by the number
+        that the step is logged under."""
         self.busy_functions: set[tuple[str, str, int]] = set()
         """Keys of functions with lines that run too often to be followed; set by the session."""
         self.unavailable = ""
@@ -70,7 +178,10 @@ class Ledger:
         self.n += len(examined)
 
     def evaluate(self) -> list[ExaminedStep]:
-        """Return the examined steps. Not in the loop, and in one thread at a time."""
+        """Evaluate the marks of all examined steps, and return `steps`.
+
+        It is slow, so do not call it in the loop; call it in one thread at a time.
+        """
         while self._raw:
             step = examined_step(self._raw[0], on_host_clock=self._on_host_clock)
             self.steps.append(step)
@@ -78,7 +189,7 @@ class Ledger:
         return self.steps
 
     def differs_from(self, phases_ms: Mapping[str, float], step_ms: float) -> bool:
-        """Return True if the examined steps are certainly not like the other steps.
+        """Return True if the examined steps certainly lack work that the other steps do.
 
         Args:
             phases_ms: Mean time per step of each top-level phase, over the other steps.
@@ -87,24 +198,28 @@ class Ledger:
         if self.n < _MIN_STEPS:
             return False
         for phase, ms in phases_ms.items():
-            each = [phases.get(phase, 0.0) for phases in self._phases_ms]
+            examined_ms = [phases.get(phase, 0.0) for phases in self._phases_ms]
             # Marks only lengthen a phase, so the examined steps lack something if it is short.
-            missing_ms = ms - mean(each) - 2 * stdev(each)
-            if missing_ms > max(_MAX_DIFFERENCE * ms, _MIN_PHASE * step_ms):
+            missing_ms = ms - mean(examined_ms) - 2 * stdev(examined_ms)
+            if missing_ms > max(_MIN_MISSING_OF_PHASE * ms, _MIN_MISSING_OF_STEP * step_ms):
                 return True
         return False
 
     def host_shares(self) -> dict[str, float]:
-        """Return the fraction of each phase in which the host set the pace; empty on the host."""
-        host_ms: dict[str, float] = {}
+        """Return the fraction of each phase in which the host set the pace.
+
+        Empty on the host's clock, because there the host always sets the pace.
+        """
+        examined_host_ms: dict[str, float] = {}
         for step in self.steps:
             for cell, ms in step.cells_ms.items():
-                # A sub-phase is part of its parents.
+                host_ms = 0.0 if cell.kind == GPU else ms
+                # The phase and its parents, such as `forward` and `forward/body`.
                 for name in accumulate(cell.phase.split("/"), "{}/{}".format):
-                    host_ms[name] = host_ms.get(name, 0.0) + ms * (cell.kind != GPU)
+                    examined_host_ms[name] = examined_host_ms.get(name, 0.0) + host_ms
         # A copy, because the loop may add phases while another thread reads.
         phases = [*self.pace.phases]
-        return {name: self.pace.share(name, host_ms.get(name)) for name in phases}
+        return {name: self.pace.share(name, examined_host_ms.get(name)) for name in phases}
 
     def rows(
         self,
@@ -122,20 +237,6 @@ class Ledger:
             long_share: Fraction of all steps that take at least 1.5 times the median.
             evaluation: Entry of the time breakdown for evaluations inside steps.
         """
-        host_shares = self.host_shares()
-        gpu_ms, host_ms = {}, {}
-        for phase, ms in phases_ms.items():
-            # Without its sub-phases, which are separate.
-            inner = [name for name in phases_ms if name.rpartition("/")[0] == phase]
-            own_ms = max(ms - sum(phases_ms[name] for name in inner), 0.0)
-            if self._on_host_clock:
-                share = 1.0
-            else:
-                own_share = host_shares.get(phase, 1.0) * ms - sum(
-                    host_shares.get(name, 1.0) * phases_ms[name] for name in inner
-                )
-                share = min(max(own_share / own_ms, 0.0), 1.0) if own_ms else 0.0
-            gpu_ms[phase], host_ms[phase] = (1 - share) * own_ms, share * own_ms
         make_rows = partial(
             line_rows,
             trainer=self._trainer,
@@ -144,16 +245,33 @@ class Ledger:
             operations=self.operations,
             busy_functions=self.busy_functions,
         )
-        steps = [step for step in self.steps if step.step_ms > 0]
-        targets = Targets(gpu_ms, host_ms)
         rows: tuple[LineRow, ...] = ()
+        steps = [step for step in self.steps if step.step_ms > 0]
         if steps:
+            targets = self._targets(phases_ms)
             rows = make_rows(steps, targets, median_ms=median_ms, long_share=long_share)
-        occurrences: dict[str, list[ExaminedStep]] = {}
+        occurrences: dict[str, list[ExaminedStep]] = {}  # By entry.
         evaluations = [step.evaluation(evaluation) for step in self.steps]
         for occurrence in (*self.outside_lines.occurrences, *filter(None, evaluations)):
             for entry in {cell.phase for cell in occurrence.cells_ms}:
                 occurrences.setdefault(entry, []).append(occurrence)
-        for entry, found in occurrences.items():
-            rows += make_rows(found, entry=entry)
+        for entry, of_entry in occurrences.items():
+            rows += make_rows(of_entry, entry=entry)
         return rows
+
+    def _targets(self, phases_ms: Mapping[str, float]) -> Targets:
+        """Divide the mean time of each phase, without its sub-phases, by who set the pace."""
+        host_shares = self.host_shares()
+        gpu_ms, host_ms = {}, {}
+        for phase, ms in phases_ms.items():
+            inner = [name for name in phases_ms if name.rpartition("/")[0] == phase]
+            own_ms = max(ms - sum(phases_ms[name] for name in inner), 0.0)
+            if self._on_host_clock:
+                own_host_ms = own_ms
+            else:
+                inner_host_ms = sum(host_shares.get(name, 1.0) * phases_ms[name] for name in inner)
+                own_host_ms = host_shares.get(phase, 1.0) * ms - inner_host_ms
+            # Both are estimates, so the difference may be outside of these limits.
+            share = min(max(own_host_ms / own_ms, 0.0), 1.0) if own_ms else 0.0
+            gpu_ms[phase], host_ms[phase] = (1 - share) * own_ms, share * own_ms
+        return Targets(gpu_ms, host_ms)

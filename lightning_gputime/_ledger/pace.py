@@ -17,7 +17,7 @@ truth. So a block of steps for which the offset is estimated spans at most a sec
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from lightning_gputime._phases import BETWEEN_BATCHES, StepRecord, resolve_labels
@@ -76,9 +76,9 @@ class Bounds:
 class _Sums(NamedTuple):
     """Times of a phase."""
 
-    all_ms: float = 0.0  # Device time.
-    least_ms: float = 0.0  # Time that the host set the pace of, at least.
-    most_ms: float = 0.0  # Time that the host set the pace of, at most.
+    device_ms: float = 0.0
+    min_host_ms: float = 0.0  # Lower bound of the host-paced part.
+    max_host_ms: float = 0.0  # Upper bound.
 
 
 _NOTHING = _Sums()
@@ -97,25 +97,27 @@ class PaceSums:
         self.phases: dict[str, _Sums] = {}
         """Sums over the steps that were not examined."""
         self._examined: dict[str, _Sums] = {}  # Sums over the examined steps.
-        # In the newest block whose bounds are complete. Without any, the host has never waited for
-        # the device, which therefore has kept up with the host.
+        # `Bounds.was_idle` of the newest block whose bounds are complete. Before the first, the
+        # host has never waited for the device, which therefore has kept up with the host.
         self._was_idle = True
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Add timed steps that were read together, in order."""
         block: list[StepRecord] = []
         for step in steps:
-            is_next = block and block[-1].host_ns[-1] == step.host_ns[0]  # They share a mark.
-            is_long = block and step.host_ns[-1] - block[0].host_ns[0] > _MAX_BLOCK_NS
-            if block and (is_long or not is_next):
-                self._add_block(block)
-                block = []
+            if block:
+                # Consecutive steps share a mark.
+                is_next = block[-1].host_ns[-1] == step.host_ns[0]
+                is_long = step.host_ns[-1] - block[0].host_ns[0] > _MAX_BLOCK_NS
+                if is_long or not is_next:
+                    self._add_block(block)
+                    block = []
             block.append(step)
         if block:
             self._add_block(block)
 
     def _add_block(self, steps: Sequence[StepRecord]) -> None:
-        """Add consecutive steps."""
+        """Add consecutive steps, for which the clocks have one offset."""
         device_ms, host_ns = [0.0], [steps[0].host_ns[0]]
         reached = []
         for step in steps:
@@ -128,20 +130,20 @@ class PaceSums:
             self._was_idle = bounds.was_idle
         if not (bounds.is_complete or self._was_idle):
             return  # The device may be far behind, so the lower bound may be far off.
-        lags = lags_ms(device_ms, host_ns, bounds.offset_ms)
-        mark = 0
+        # Lags at the ends of the intervals: at all marks of the block except the first.
+        lags = iter(lags_ms(device_ms, host_ns, bounds.offset_ms)[1:])
         for step in steps:
-            first, mark = mark, mark + len(step.device_ms)
             sums = self.phases if step.lines is None else self._examined
-            for names, ms, lag in zip(
-                resolve_labels(step.labels), step.device_ms, lags[first + 1 : mark + 1], strict=True
-            ):
-                least_ms = ms if lag < MAX_IDLE_LAG_MS else 0.0
-                most_ms = max(ms - max(lag, 0.0), least_ms)
+            labels, step_lags = resolve_labels(step.labels), islice(lags, len(step.labels))
+            for names, ms, lag in zip(labels, step.device_ms, step_lags, strict=True):
+                min_host_ms = ms if lag < MAX_IDLE_LAG_MS else 0.0
+                max_host_ms = max(ms - max(lag, 0.0), min_host_ms)
                 for name in names:
                     before = sums.get(name, _NOTHING)
                     sums[name] = _Sums(
-                        before.all_ms + ms, before.least_ms + least_ms, before.most_ms + most_ms
+                        before.device_ms + ms,
+                        before.min_host_ms + min_host_ms,
+                        before.max_host_ms + max_host_ms,
                     )
 
     def share(self, phase: str, examined_ms: float | None) -> float:
@@ -151,14 +153,16 @@ class PaceSums:
             phase: The phase.
             examined_ms: Its host-paced time in the examined steps; None if there are none.
         """
-        found, examined = self.phases.get(phase, _NOTHING), self._examined.get(phase, _NOTHING)
-        if not found.all_ms:
+        sums, examined = self.phases.get(phase, _NOTHING), self._examined.get(phase, _NOTHING)
+        if not sums.device_ms:
             return 1.0
-        # Position between the two bounds. By default, a fetch ends with a copy to the device, while
-        # a forward launches work all the time.
-        position = float(phase.partition("/")[0] in BETWEEN_BATCHES)
-        if examined_ms is not None and examined.most_ms > examined.least_ms:
-            position = (examined_ms - examined.least_ms) / (examined.most_ms - examined.least_ms)
+        # Position between the two bounds: 0 at the lower, 1 at the upper. Without examined steps, a
+        # fetch is at the upper bound, because it only launches a copy at its end; other phases are
+        # at the lower bound, because they launch work all the time.
+        position = 1.0 if phase.partition("/")[0] in BETWEEN_BATCHES else 0.0
+        if examined_ms is not None and examined.max_host_ms > examined.min_host_ms:
+            width_ms = examined.max_host_ms - examined.min_host_ms
+            position = (examined_ms - examined.min_host_ms) / width_ms
         position = min(max(position, 0.0), 1.0)
-        host_ms = found.least_ms + position * (found.most_ms - found.least_ms)
-        return host_ms / found.all_ms
+        host_ms = sums.min_host_ms + position * (sums.max_host_ms - sums.min_host_ms)
+        return host_ms / sums.device_ms

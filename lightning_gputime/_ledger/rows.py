@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -199,32 +199,33 @@ def line_rows(
         entry: Entry of the time breakdown outside of steps; empty for steps.
     """
     weights = _weights(steps, median_ms, long_share)
-    factors, rest = _factors(steps, weights, targets)
-    scaled = [
-        {
-            cell: ms * factors.get(_phase_and_pace(cell), 1.0)
-            for cell, ms in step.cells_ms.items()
-            if cell.phase != EVALUATION_IN_STEP
+    factors, not_shown = _factors(steps, weights, targets)
+    scaled: list[dict[Cell, float]] = []  # Times of each step, scaled to the times of all steps.
+    for step in steps:
+        cells_ms = {
+            cell: ms for cell, ms in step.cells_ms.items() if cell.phase != EVALUATION_IN_STEP
         }
-        for step in steps
-    ]
+        scaled.append(
+            {cell: ms * factors.get(_paced_phase(cell), 1.0) for cell, ms in cells_ms.items()}
+        )
     mean_ms: dict[Cell, float] = defaultdict(float)
     for cells, weight in zip(scaled, weights, strict=True):
         for cell, ms in cells.items():
             mean_ms[cell] += weight * ms
     _move_recomputation(mean_ms)
     loops = frozenset().union(*(step.base | step.spans for step in steps))
-    owners = _Owners(mean_ms, loops, busy_functions)
+    choice = _RowChoice(mean_ms, loops, busy_functions)
     drafts: dict[_RowKey, _Draft] = {}
     keys: dict[Cell, _RowKey] = {}
     for cell, ms in mean_ms.items():
-        function, number = owners.of(cell.place)
+        function, number = choice.choose(cell.place)
         if function is None or (function.file, function.name) in outside:
             function, key = None, _RowKey(of_one_callback(cell.phase) or trainer)
             is_rest = key.trainer == trainer
         else:
             key = _RowKey("", function.key, number, _is_recomputed(cell))
-            is_rest = owners.is_loop(function) and not function.is_library and not number
+            is_all_lines = number == 0
+            is_rest = choice.is_loop(function) and not function.is_library and is_all_lines
         if key not in drafts:
             drafts[key] = _Draft(key, function, entry, is_rest)
         drafts[key].add(cell, ms)
@@ -243,7 +244,7 @@ def line_rows(
     ]
     rows += [
         LineRow("", phases={phase: PhasePart(gpu_ms, host_ms)})
-        for phase, (gpu_ms, host_ms) in rest.items()
+        for phase, (gpu_ms, host_ms) in not_shown.items()
     ]
     rows = [row for row in rows if row.phases]
     return tuple(sorted(rows, key=lambda row: -row.ms)[:_MAX_ROWS])
@@ -253,13 +254,19 @@ class _RowKey(NamedTuple):
     """Identity of a row."""
 
     trainer: str  # Name of the trainer or its hook, if no code of the user ran; else empty.
-    function: tuple[str, str, int] | None = None  # Key of the function.
+    function: "_FunctionKey | None" = None
     line: int = 0  # Number of the line; 0 for all lines of the function.
     is_recomputed: bool = False
 
 
-def _phase_and_pace(cell: Cell) -> tuple[str, bool]:
-    """Return the phase of a cell, and True if the GPU set the pace."""
+_FunctionKey = tuple[str, str, int]
+"""Identity of a function in any context, from `Function.key`."""
+
+_PacedPhase = tuple[str, bool]
+"""A phase, and True for the part of it in which the GPU set the pace."""
+
+
+def _paced_phase(cell: Cell) -> _PacedPhase:
     return cell.phase, cell.kind == GPU
 
 
@@ -272,22 +279,27 @@ def _add_each_step(
 ) -> None:
     """Add the time in each examined step to the rows, for their error and growth.
 
-    `keys` has the row of each cell. `mean_ms` is the mean of `scaled`, the scaled times of `steps`.
+    Args:
+        drafts: The rows.
+        keys: The row of each cell.
+        mean_ms: Mean of `scaled`, over the steps.
+        steps: The examined steps.
+        scaled: Their times, scaled to the times of all steps.
     """
-    mean_of_phases_ms: dict[tuple[str, bool], float] = defaultdict(float)
+    mean_phases_ms: dict[_PacedPhase, float] = defaultdict(float)
     for cell, ms in mean_ms.items():
-        mean_of_phases_ms[_phase_and_pace(cell)] += ms
+        mean_phases_ms[_paced_phase(cell)] += ms
     key_of_place = {cell.place: key for cell, key in keys.items()}
     for step, cells in zip(steps, scaled, strict=True):
-        phases_ms: dict[tuple[str, bool], float] = defaultdict(float)
+        phases_ms: dict[_PacedPhase, float] = defaultdict(float)
         for cell, ms in cells.items():
-            phases_ms[_phase_and_pace(cell)] += ms
+            phases_ms[_paced_phase(cell)] += ms
         # The time of a phase has its own error. Here, only the row's fraction of it matters.
         excess_ms: dict[_RowKey, float] = defaultdict(float)
         for cell, ms in mean_ms.items():
-            phase = _phase_and_pace(cell)
-            all_ms = mean_of_phases_ms[phase]
-            usual_ms = ms * phases_ms[phase] / all_ms if all_ms else 0.0
+            phase = _paced_phase(cell)
+            mean_phase_ms = mean_phases_ms[phase]
+            usual_ms = ms * phases_ms[phase] / mean_phase_ms if mean_phase_ms else 0.0
             excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
         # The line that keeps the device waiting depends on other lines, but its own time does not.
         own_ms: dict[_RowKey, float] = defaultdict(float)
@@ -314,15 +326,18 @@ def _growth(each_ms: Sequence[float], steps_ms: Sequence[float]) -> tuple[float,
     """
     if len(each_ms) < _N_FIRST + _N_LAST or not min(each_ms) > 0:
         return 0.0, 0.0
-    first_ms, last_ms = fmean(each_ms[:_N_FIRST]), fmean(each_ms[-_N_LAST:])
-    others_ms = [all_ms - ms for all_ms, ms in zip(steps_ms, each_ms, strict=True)]
-    others_first_ms = fmean(others_ms[:_N_FIRST])
-    slower = max(fmean(others_ms[-_N_LAST:]) / others_first_ms, 1.0) if others_first_ms > 0 else 1.0
-    is_longer = min(each_ms[-_N_LAST:]) >= _MIN_GROWTH * slower * max(each_ms[:_N_FIRST])
+    first, last = each_ms[:_N_FIRST], each_ms[-_N_LAST:]
+    first_ms, last_ms = fmean(first), fmean(last)
     is_large = last_ms - first_ms >= _MIN_ROW * fmean(steps_ms[-_N_LAST:])
+    # It has grown by more than the rest of the step.
+    rest_ms = [step_ms - ms for step_ms, ms in zip(steps_ms, each_ms, strict=True)]
+    first_rest_ms, last_rest_ms = fmean(rest_ms[:_N_FIRST]), fmean(rest_ms[-_N_LAST:])
+    rest_growth = max(last_rest_ms / first_rest_ms, 1.0) if first_rest_ms > 0 else 1.0
+    has_grown = min(last) >= _MIN_GROWTH * rest_growth * max(first)
+    # It has grown from step to step: its rank correlates with the number of the step.
     ranks = np.argsort(np.argsort(each_ms))
     is_steady = np.corrcoef(ranks, np.arange(len(ranks)))[0, 1] >= _MIN_RANK_CORRELATION
-    return (first_ms, last_ms) if is_longer and is_large and is_steady else (0.0, 0.0)
+    return (first_ms, last_ms) if has_grown and is_large and is_steady else (0.0, 0.0)
 
 
 def _is_checkpoint(function: Function) -> bool:
@@ -338,29 +353,30 @@ def _is_recomputed(cell: Cell) -> bool:
 def _move_recomputation(cells_ms: dict[Cell, float]) -> None:
     """Move time of backward to where activation checkpointing runs forward again.
 
-    Backward runs each checkpointed function a second time, which takes as long as in forward. Its
-    marks do not tell both apart.
+    Backward runs each checkpointed function a second time, which takes as long as in forward. The
+    marks in backward do not tell this time from that of its gradients.
     """
-    forward_ms: dict[Line, float] = defaultdict(float)
-    functions: dict[Any, Line] = {}  # Checkpoint of each function by its key.
+    forward_ms: dict[Line, float] = defaultdict(float)  # Time inside each checkpoint.
+    checkpoints: dict[_FunctionKey, Line] = {}  # Checkpoint of each function inside.
     for cell, ms in cells_ms.items():
-        if cell.phase.partition("/")[0] == FORWARD and cell.place.function is not None:
-            for function, _ in cell.place.path:
-                if _is_checkpoint(function):
-                    forward_ms[function.whole] += ms
-                    functions[cell.place.function.key] = function.whole
+        if cell.phase.partition("/")[0] != FORWARD or cell.place.function is None:
+            continue
+        for function, _ in cell.place.path:
+            if _is_checkpoint(function):
+                forward_ms[function.whole] += ms
+                checkpoints[cell.place.function.key] = function.whole
     for checkpoint, ms in forward_ms.items():
         cells = [
             cell
             for cell in cells_ms
             if cell.phase.partition("/")[0] == BACKWARD
             and cell.place.function is not None
-            and functions.get(cell.place.function.key) is checkpoint
+            and checkpoints.get(cell.place.function.key) is checkpoint
         ]
-        all_ms = sum(cells_ms[cell] for cell in cells)
-        factor = min(ms / all_ms, 1.0) if all_ms else 0.0
+        backward_ms = sum(cells_ms[cell] for cell in cells)
+        share = min(ms / backward_ms, 1.0) if backward_ms else 0.0
         for cell in cells:
-            moved_ms = factor * cells_ms[cell]
+            moved_ms = share * cells_ms[cell]
             cells_ms[cell] -= moved_ms
             moved = cell._replace(place=checkpoint)
             cells_ms[moved] = cells_ms.get(moved, 0.0) + moved_ms
@@ -372,18 +388,10 @@ def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float)
     Steps that are expected to be long are examined more often than they occur.
     """
     each_ms = [step.step_ms for step in steps]
-    if len(steps) >= _N_FIRST + _N_LAST:
-        first_ms = fmean(each_ms[:_N_FIRST])
-        if median_ms and min(each_ms[-_N_LAST:]) >= LONG_STEP * first_ms:
-            # The steps have grown, so each examined step counts for those around it. Early steps
-            # are examined more often.
-            at = [step.index for step in steps]
-            limits = [
-                1.5 * at[0] - 0.5 * at[1],
-                *(0.5 * (a + b) for a, b in pairwise(at)),
-                1.5 * at[-1] - 0.5 * at[-2],
-            ]
-            return [(b - a) / (limits[-1] - limits[0]) for a, b in pairwise(limits)]
+    if median_ms and len(steps) >= _N_FIRST + _N_LAST:
+        have_grown = min(each_ms[-_N_LAST:]) >= LONG_STEP * fmean(each_ms[:_N_FIRST])
+        if have_grown:  # Early steps, which are examined more often, are not like later steps.
+            return _weights_by_distance([step.index for step in steps])
     is_long = [step.step_ms >= LONG_STEP * median_ms > 0 for step in steps]
     n_long = sum(is_long)
     if n_long in (0, len(steps)):
@@ -392,38 +400,55 @@ def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float)
     return [of_long if long else of_ordinary for long in is_long]
 
 
+def _weights_by_distance(indices: Sequence[int]) -> list[float]:
+    """Return the weights of examined steps if each counts for the steps around it.
+
+    Two neighbors share the steps between them. The first and the last step count for as many steps
+    on their outer side as on their inner side.
+    """
+    middles = [(a + b) / 2 for a, b in pairwise(indices)]
+    start = indices[0] - (indices[1] - indices[0]) / 2
+    end = indices[-1] + (indices[-1] - indices[-2]) / 2
+    limits = [start, *middles, end]
+    return [(b - a) / (end - start) for a, b in pairwise(limits)]
+
+
 def _factors(
     steps: Sequence[ExaminedStep], weights: Sequence[float], targets: Targets
-) -> tuple[dict[tuple[str, bool], float], dict[str, tuple[float, float]]]:
+) -> tuple[dict[_PacedPhase, float], dict[str, tuple[float, float]]]:
     """Return the factors that scale examined times to the times of all steps.
 
     Returns:
-        The factors by phase, and whether the GPU set the pace. And the time of each phase that no
-        examined step shows, GPU-paced and host-paced.
+        The factors. And for each phase, the time that no examined step shows: GPU-paced and
+        host-paced.
     """
-    examined: dict[tuple[str, bool], float] = defaultdict(float)
+    examined: dict[_PacedPhase, float] = defaultdict(float)
     for step, weight in zip(steps, weights, strict=True):
         for cell, ms in step.cells_ms.items():
-            examined[_phase_and_pace(cell)] += weight * ms
-    factors: dict[tuple[str, bool], float] = {}
-    rest: dict[str, tuple[float, float]] = {}
+            examined[_paced_phase(cell)] += weight * ms
+    factors: dict[_PacedPhase, float] = {}
+    not_shown: dict[str, tuple[float, float]] = {}
     for phase in dict.fromkeys([*targets.gpu_ms, *targets.host_ms]):
         gpu_ms, host_ms = targets.gpu_ms.get(phase, 0.0), targets.host_ms.get(phase, 0.0)
-        seen_gpu, seen_host = examined[phase, True], examined[phase, False]
-        is_split = seen_gpu >= _MIN_EVIDENCE * gpu_ms and seen_host >= _MIN_EVIDENCE * host_ms
-        if is_split:
-            factors[phase, True] = gpu_ms / seen_gpu if seen_gpu else 0.0
-            factors[phase, False] = host_ms / seen_host if seen_host else 0.0
+        examined_gpu_ms, examined_host_ms = examined[phase, True], examined[phase, False]
+        shows_both = (
+            examined_gpu_ms >= _MIN_EVIDENCE * gpu_ms
+            and examined_host_ms >= _MIN_EVIDENCE * host_ms
+        )
+        if shows_both:
+            factors[phase, True] = gpu_ms / examined_gpu_ms if examined_gpu_ms else 0.0
+            factors[phase, False] = host_ms / examined_host_ms if examined_host_ms else 0.0
             continue
-        # Marks slow the host down, so time that is GPU-paced in other steps may be host-paced.
-        seen = seen_gpu + seen_host
-        factor = min((gpu_ms + host_ms) / seen, 1 / _MIN_EVIDENCE) if seen else 0.0
+        # Marks slow the host down, so time that is GPU-paced in other steps may be host-paced in
+        # examined steps. Scale both by the same factor.
+        ms, examined_ms = gpu_ms + host_ms, examined_gpu_ms + examined_host_ms
+        factor = min(ms / examined_ms, 1 / _MIN_EVIDENCE) if examined_ms else 0.0
         factors[phase, True] = factors[phase, False] = factor
-        missing = max(gpu_ms + host_ms - factor * seen, 0.0)
-        if missing:
-            share = missing / (gpu_ms + host_ms)
-            rest[phase] = share * gpu_ms, share * host_ms
-    return factors, rest
+        missing_ms = max(ms - factor * examined_ms, 0.0)
+        if missing_ms:
+            share = missing_ms / ms
+            not_shown[phase] = share * gpu_ms, share * host_ms
+    return factors, not_shown
 
 
 def _mean(values: Sequence[Mapping[Line, float]], weights: Sequence[float]) -> dict[Line, float]:
@@ -435,11 +460,12 @@ def _mean(values: Sequence[Mapping[Line, float]], weights: Sequence[float]) -> d
     return means
 
 
-class _Owners:
+class _RowChoice:
     """Choice of the function and the line that a row names, for the time of each line.
 
-    From the training loop inwards, the first function that does not need a row is left out: its
-    time belongs to the line that calls it. A function needs a row if
+    From the training loop inwards, functions have rows until the first that needs none: its time,
+    and that of the functions that it calls, belongs to the line that calls it. A function needs a
+    row if
 
     - it is the loop, however short: a function in which one phase ends and another begins,
     - or it takes enough time, and the loop calls it,
@@ -459,66 +485,75 @@ class _Owners:
         busy: AbstractSet[tuple[str, str, int]],
     ) -> None:
         self._loops, self._busy = loops, busy
-        # Functions that have a backward, in some context and in each context.
-        self._trained: set[Any] = set()
-        self._ms: dict[Any, float] = defaultdict(float)  # Of each function, with those it calls.
-        self._of_callers: dict[Any, float] = defaultdict(float)  # By function and its caller.
-        self._phases: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._own: dict[Any, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._all_ms = sum(cells_ms.values())
+        # A function has the same key in each context.
+        self._trained = set[Function]()  # Functions that have a backward in their context.
+        self._trained_keys = set[_FunctionKey]()  # The same, in any context.
+        self._ms: dict[_FunctionKey, float] = defaultdict(float)  # With the functions it calls.
+        # Time of a function when a caller calls it, by the keys of the caller and the function.
+        self._called_ms: dict[tuple[_FunctionKey, _FunctionKey], float] = defaultdict(float)
+        # Time of each function by top-level phase, without backward.
+        self._phases_ms: dict[_FunctionKey, dict[str, float]]
+        self._phases_ms = defaultdict(lambda: defaultdict(float))
+        # Time of each function that has a row, by its lines.
+        self._lines_ms: dict[_FunctionKey, dict[int, float]]
+        self._lines_ms = defaultdict(lambda: defaultdict(float))
         for cell, ms in cells_ms.items():
-            top = cell.phase.partition("/")[0]
-            chain = [function for function, _ in cell.place.path]
-            if top == BACKWARD and ms:
-                self._trained.update(chain, (function.key for function in chain))
-            for key in {function.key for function in chain}:
+            phase = cell.phase.partition("/")[0]
+            functions = [function for function, _ in cell.place.path]
+            keys = [function.key for function in functions]
+            if phase == BACKWARD and ms:
+                self._trained.update(functions)
+                self._trained_keys.update(keys)
+            for key in {*keys}:
                 self._ms[key] += ms
-                if top != BACKWARD:
-                    self._phases[key][top] += ms
-            for outer, inner in pairwise(chain):
-                self._of_callers[outer.key, inner.key] += ms
+                if phase != BACKWARD:
+                    self._phases_ms[key][phase] += ms
+            for caller, called in pairwise(keys):
+                self._called_ms[caller, called] += ms
         for cell, ms in cells_ms.items():
-            function, number = self._function_of(cell.place)
+            function, number = self._innermost_with_row(cell.place)
             if function is not None:
-                self._own[function.key][number] += ms
+                self._lines_ms[function.key][number] += ms
 
-    def of(self, place: Line) -> tuple[Function | None, int]:
+    def choose(self, place: Line) -> tuple[Function | None, int]:
         """Return the function and the line that the time at a place belongs to.
 
         The line is 0 for all lines of the function.
         """
-        function, number = self._function_of(place)
+        function, number = self._innermost_with_row(place)
         if function is None:
             return None, 0
-        own = self._own[function.key]
-        total_ms = sum(own.values())
-        longest = max(own, key=own.__getitem__)
-        # In a busy function, some lines have the time of other lines.
+        lines_ms = self._lines_ms[function.key]
+        total_ms = sum(lines_ms.values())
+        longest = max(lines_ms, key=lines_ms.__getitem__)
+        # The lines of a loop or a model have a row each; but in a busy function, some lines have
+        # the time of other lines.
         is_split = self.is_loop(function) or self._is_model(function)
         if is_split and function.key not in self._busy:
-            if own[number] >= _MIN_ROW * self._all_ms:
+            if lines_ms[number] >= _MIN_ROW * self._all_ms:
                 return function, number
-            # The rest of the lines has no row, unless the longest stands for all of them.
-            is_rest_short = total_ms - own[longest] < (1 - _MIN_LINE) * total_ms
-            has_row = own[longest] >= _MIN_ROW * self._all_ms
-            stands_for_all = has_row and is_rest_short and not self.is_loop(function)
+            # The other lines share a row, unless the longest line stands for them, too.
+            are_others_short = total_ms - lines_ms[longest] < (1 - _MIN_LINE) * total_ms
+            has_row = lines_ms[longest] >= _MIN_ROW * self._all_ms
+            stands_for_all = has_row and are_others_short and not self.is_loop(function)
         else:
-            stands_for_all = own[longest] >= _MIN_LINE * total_ms
+            stands_for_all = lines_ms[longest] >= _MIN_LINE * total_ms
         return function, longest if stands_for_all else 0
 
-    def _function_of(self, place: Line) -> tuple[Function | None, int]:
+    def _innermost_with_row(self, place: Line) -> tuple[Function | None, int]:
         """Return the innermost function with a row, and its line that leads to a place."""
-        owner: Function | None = None
+        found: Function | None = None
         number = 0
         for function, line in place.path:
             if _is_checkpoint(function):
                 continue
             # A model that elsewhere has a backward, but not here: in an evaluation, for example.
-            is_evaluated = function.key in self._trained and function not in self._trained
-            if owner is not None and (is_evaluated or not self._needs_row(function, owner)):
+            is_evaluated = function.key in self._trained_keys and function not in self._trained
+            if found is not None and (is_evaluated or not self._needs_row(function, found)):
                 break
-            owner, number = function, line
-        return owner, number
+            found, number = function, line
+        return found, number
 
     def _needs_row(self, function: Function, caller: Function) -> bool:
         # The rules are in the docstring of the class.
@@ -528,16 +563,17 @@ class _Owners:
             return False
         if self.is_loop(caller) or self._is_model(function):
             return True
-        ms_from_caller = self._of_callers[caller.key, function.key]
-        return ms_from_caller >= _MIN_DEEPER * self._ms[caller.key]
+        called_ms = self._called_ms[caller.key, function.key]
+        return called_ms >= _MIN_DEEPER * self._ms[caller.key]
 
     def is_loop(self, function: Function) -> bool:
         """Return True if a function contains the loop, or parts of more than one phase."""
         return function.key in self._loops
 
     def _is_model(self, function: Function) -> bool:
-        phases = self._phases[function.key]
-        return phases.get(FORWARD, 0.0) >= 0.5 * sum(phases.values()) > 0
+        """Return True if at least half of a function's time without backward is in forward."""
+        phases_ms = self._phases_ms[function.key]
+        return phases_ms.get(FORWARD, 0.0) >= 0.5 * sum(phases_ms.values()) > 0
 
 
 class _Draft:
@@ -584,20 +620,13 @@ class _Draft:
                 error_ms=error_ms,
                 is_rest=self._is_rest,
             )
-        first = last = key.line
-        if not first:
-            numbers = [
-                number
-                for place in self._places
-                for called, number in place.path
-                if called.key == function.key and number
-            ] or [function.first_line]
-            first, last = min(numbers), max(numbers)
+        first, last = self._lines_of(function)
         longest = max(self._places, key=self._places.__getitem__)
-        path = [
-            f"{outer.name} ({Path(outer.file).name}:{line})" if line else outer.name
-            for outer, line in takewhile(lambda step: step[0].key != function.key, longest.path)
-        ]
+        path = []
+        for caller, line in longest.path:
+            if caller.key == function.key:
+                break
+            path.append(f"{caller.name} ({Path(caller.file).name}:{line})" if line else caller.name)
         runs = {
             place: n
             for place, n in calls.items()
@@ -628,3 +657,15 @@ class _Draft:
             grew_from_ms=growth[0],
             grew_to_ms=growth[1],
         )
+
+    def _lines_of(self, function: Function) -> tuple[int, int]:
+        """Return the first and the last line of the function that the row covers."""
+        if self._key.line:
+            return self._key.line, self._key.line
+        numbers = [
+            number
+            for place in self._places
+            for called, number in place.path
+            if called.key == function.key and number
+        ] or [function.first_line]
+        return min(numbers), max(numbers)

@@ -20,6 +20,10 @@ from lightning_gputime._ledger.places import CALLS, LINES, NOTHING, Function, Li
 _MIN_EVENTS = 64  # A line keeps its events for this many executions in a step, whatever they cost.
 
 
+_LineId = tuple[int, int]
+"""Id of the code of a function, and number of a line; line 0 is a call of the function."""
+
+
 class _Source(Protocol):
     """Source of line events."""
 
@@ -49,17 +53,17 @@ class LineWatch:
         """Functions that were running at the start."""
         self.details: dict[int, int] = {}
         """Detail of each function, by the id of its code: hashing code takes microseconds."""
-        self._codes: list[CodeType] = []  # Keeps the codes alive, so that no id is used again.
+        # The codes of these functions. References to them keep their ids from being reused.
+        self._codes: list[CodeType] = []
         # The running functions, each with the line that it is at, outermost first.
         self._stack: list[tuple[Function, Line]] = []
         self._thread = -1
         self._n_events = 0
         self._limit = 0  # Number of events after which lines may have to be ignored.
         self._more_events: Callable[[int], int] = int  # See `start`.
-        # Number of events by id of the code and line; line 0 is a call.
-        self._events: Counter[tuple[int, int]] = Counter()
+        self._events: Counter[_LineId] = Counter()  # Number of events.
         # Lines that run too often to be followed. Their time belongs to the line before them.
-        self._ignored: set[tuple[int, int]] = set()
+        self._ignored: set[_LineId] = set()
         self.busy_functions: set[tuple[str, str, int]] = set()
         """Keys of the functions of these lines."""
         self._source: _Source | None = None
@@ -100,7 +104,7 @@ class LineWatch:
         for running in frames:
             code = running.f_code
             if self.details.get(id(code)) is None:
-                self.set_detail(code, LINES)
+                self._set_detail(code, LINES)
             self.enter(code)
             if self.details[id(code)] == LINES:
                 function, _ = self._stack[-1]
@@ -141,26 +145,27 @@ class LineWatch:
                 sys.settrace(_trace)
 
     def detail_of(self, code: CodeType, frame: FrameType) -> int:
-        """Return the detail of a function that has started in a frame."""
+        """Return the detail of a function that has started in a frame. Choose it at its first."""
         detail = self.details.get(id(code))
-        if detail is None:
-            try:
-                is_user = is_user_code(code, frame.f_globals.get("__name__"))
-            except Exception as error:
-                self.give_up(error)
-                return NOTHING
-            detail = LINES if is_user else NOTHING
-            self.set_detail(code, detail)
+        if detail is not None:
+            return detail
+        try:
+            is_user = is_user_code(code, frame.f_globals.get("__name__"))
+        except Exception as error:
+            self.give_up(error)
+            return NOTHING
+        detail = LINES if is_user else NOTHING
+        self._set_detail(code, detail)
         return detail
 
     def follow(self, functions: Iterable[CodeType]) -> None:
         """Follow calls of these functions of libraries. Those of the user are followed anyway."""
         for code in functions:
             if not is_user_code(code, ""):
-                self.set_detail(code, CALLS)
+                self._set_detail(code, CALLS)
 
-    def set_detail(self, code: CodeType, detail: int) -> None:
-        """Follow a function with this detail, even if it is a library's."""
+    def _set_detail(self, code: CodeType, detail: int) -> None:
+        """Store the detail with which a function is followed from its next call on."""
         if id(code) not in self.details:
             self._codes.append(code)
         self.details[id(code)] = detail
@@ -175,7 +180,7 @@ class LineWatch:
     # Events, in the thread that is followed
 
     def enter(self, code: CodeType) -> None:
-        """A function starts or resumes."""
+        """Put a function that starts or resumes on the stack."""
         # Merge the levels of a recursion, which could be deep.
         function = next((running for running, _ in self._stack if running.code is code), None)
         if function is None:
@@ -191,12 +196,12 @@ class LineWatch:
                 self._mark(function.whole, True)
 
     def reach(self, code: CodeType, number: int) -> None:
-        """A function reaches a line."""
+        """Record that a function has reached a line, and mark the line unless it goes on."""
         stack = self._stack
         if not stack or stack[-1][0].code is not code:
             depth = self._depth_of(code)
             if depth:
-                del stack[depth:]  # The end of these functions was not reported.
+                del stack[depth:]  # Functions that it had called: their end was not reported.
             else:  # Its start was not reported, as of a generator that had been suspended.
                 self.enter(code)
         function, line_before = stack[-1]
@@ -207,10 +212,11 @@ class LineWatch:
             self._mark(line, True)
 
     def leave(self, code: CodeType) -> None:
-        """A function returns, raises or is suspended. Its caller continues."""
+        """Remove a function that returns, raises or is suspended. Its caller continues."""
         depth = self._depth_of(code)
         if depth:
-            del self._stack[depth - 1 :]  # Also functions whose end was not reported.
+            # Also remove functions that it had called, and whose end was not reported.
+            del self._stack[depth - 1 :]
             self._mark(self.line, False)
 
     def _depth_of(self, code: CodeType) -> int:
@@ -228,6 +234,7 @@ class LineWatch:
             self._mark(function.whole, False)
 
     def _count(self, code: CodeType, number: int) -> None:
+        """Count an event. If events cost too much, ignore the line with the most of them."""
         self._events[id(code), number] += 1
         self._n_events += 1
         if self._n_events > self._limit:
@@ -238,21 +245,23 @@ class LineWatch:
     def _ignore_most_frequent(self, code: CodeType) -> None:
         """Ignore the line with the most events, or the function with the most calls.
 
-        Events of `code` are still counted if it has fewer.
+        `code` is the function of the newest event.
         """
-        key, events = self._events.most_common(1)[0]
+        line_id, events = self._events.most_common(1)[0]
         self._limit = self._n_events + _MIN_EVENTS
         if events < _MIN_EVENTS or self._source is None:
             return
+        # Ignored lines cause no further events, so their events so far do not count either.
         self._n_events -= events
         self._limit -= events
-        self._events[key] = 0
-        if key[1]:
-            self._ignored.add(key)
-            self.busy_functions |= {key_of(code) for code in self._codes if id(code) == key[0]}
+        self._events[line_id] = 0
+        code_id, number = line_id
+        if number:
+            self._ignored.add(line_id)
+            self.busy_functions |= {key_of(known) for known in self._codes if id(known) == code_id}
         else:
-            self.details[key[0]] = NOTHING
-            if key[0] == id(code):
+            self.details[code_id] = NOTHING
+            if code_id == id(code):  # Another function is looked up at its next call.
                 self._source.follow(code, NOTHING)
 
     def guard(self, event: Callable[..., Any], *args: Any) -> Any:
@@ -329,9 +338,9 @@ class _Monitoring:
     def follow(self, code: CodeType, detail: int) -> None:
         events = _MONITORING.events
         ends = events.PY_RETURN | events.PY_YIELD
-        wanted = (0, ends, ends | events.LINE)[detail]
+        wanted = {NOTHING: 0, CALLS: ends, LINES: ends | events.LINE}
         self._followed[id(code)] = code
-        _MONITORING.set_local_events(self._tool, code, wanted)
+        _MONITORING.set_local_events(self._tool, code, wanted[detail])
 
     def stop(self, _: int) -> None:
         tools, tool = _MONITORING, self._tool
@@ -409,8 +418,8 @@ def _trace(frame: FrameType, event: str, _: object) -> Any:
         sys.settrace(None)
         return None
     code = frame.f_code
-    # Most calls are those of libraries.
-    if watch.details.get(id(code)) == NOTHING or not watch.detail_of(code, frame):
+    # Most calls are those of libraries, so look them up without a call.
+    if watch.details.get(id(code)) == NOTHING or watch.detail_of(code, frame) == NOTHING:
         return None
     watch.guard(watch.enter, code)
     return _trace_lines(frame, "", None)

@@ -19,13 +19,13 @@ from pathlib import Path
 from statistics import fmean
 from threading import get_native_id
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_gputime._compat.names import report_missing
+from lightning_gputime._compat import report_missing
 from lightning_gputime._compat.python_ import definition_of
 from lightning_gputime._compat.torch_ import (
     FETCHERS,
@@ -35,7 +35,7 @@ from lightning_gputime._compat.torch_ import (
 )
 from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
-from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._ledger.ledger import OutsideLines
 from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
 from lightning_gputime._loader import LoaderTimes, MadeBatch, WorkerTimes
 from lightning_gputime._measurement.culprits import (
@@ -85,10 +85,19 @@ RING, RING_FIELDS = 32, 4
 FIELDS = NEWEST + 1 + RING * RING_FIELDS  # Number of columns.
 
 
+class _Originals(NamedTuple):
+    """Attributes of an object that were replaced, with their original values."""
+
+    owner: Any
+    attributes: dict[str, Any]
+
+
 class StagedLoaders:
     """Timer of the stages of loaders whose iterators are created while it is attached.
 
-    Only the iterator keeps the replacements.
+    When `iter(loader)` is called, it replaces attributes of the loader by versions that time
+    themselves. The iterator copies them. When the call returns, the loader gets its attributes
+    back, so the replacements are only in the iterator.
 
     Args:
         includes: Function that returns True for a loader to time.
@@ -104,9 +113,8 @@ class StagedLoaders:
         add_loader: Callable[[Any], Any],
     ) -> None:
         self._includes, self._now_ns, self._add_loader = includes, now_ns, add_loader
-        # For each running call of `iter`, the objects whose attributes were replaced, and their
-        # original attributes.
-        self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
+        # For each running call of `iter`, innermost last: what to restore.
+        self._replaced: list[list[_Originals]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
 
     def attach(self) -> None:
@@ -133,13 +141,13 @@ class StagedLoaders:
         worker_stages = [*_stages_of(loader)][1:]  # The sampler runs in the main process.
         workers = self._add_loader(LoaderWorkers(loader.num_workers, *worker_stages))
         user_init = vars(loader).get("worker_init_fn")
-        originals = [(loader, {"worker_init_fn": _original(user_init)})]
+        originals = [_Originals(loader, {"worker_init_fn": _original(user_init)})]
         self._replaced.append(originals)
         vars(loader)["worker_init_fn"] = workers.init(user_init)
         if loader.pin_memory and (found := pin_loop()) is not None:
             module, name = found
             loop = getattr(module, name)
-            originals.append((module, {name: unwrap(loop)}))
+            originals.append(_Originals(module, {name: unwrap(loop)}))
             setattr(module, name, workers.timed_pin_loop(loop))
 
     def _replace_in_main_process(self, loader: Any) -> bool:
@@ -152,14 +160,14 @@ class StagedLoaders:
         sums = self._add_loader(LoaderStages(*_stages_of(loader)))
         stages = _Stages(sampler, collate, self._now_ns, sums)
         originals = {sampler_name: _original(sampler), "collate_fn": _original(collate)}
-        self._replaced.append([(loader, originals)])
+        self._replaced.append([_Originals(loader, originals)])
         attributes.update({sampler_name: stages, "collate_fn": stages.collate})
         return True
 
     def on_call_end(self, _: Any) -> None:
         if self._replaced:  # It is empty if Ctrl-C interrupted `on_call_start`.
-            for owner, originals in self._replaced.pop():
-                vars(owner).update(originals)
+            for owner, attributes in self._replaced.pop():
+                vars(owner).update(attributes)
 
 
 class LoaderStages(TimedLoader):
@@ -179,10 +187,21 @@ class LoaderStages(TimedLoader):
             self._ns[i] += stage_ns
 
     def culprits(self) -> Iterator[Culprit]:
-        n, all_ns, abandoned = self._batches, sum(self._ns), self.iterators - self.exhausted
-        for stage, ns in zip(self.stages, self._ns, strict=True) if n else ():
-            seconds, share = ns / 1e9, ns / (all_ns or 1)
-            yield Culprit(FETCH, stage.name, seconds, n, share, stage.source, stage.kind, abandoned)
+        """Yield each stage with its time, and its share of the time of all stages."""
+        if not self._batches:
+            return
+        all_ns = sum(self._ns)
+        for stage, ns in zip(self.stages, self._ns, strict=True):
+            yield Culprit(
+                FETCH,
+                stage.name,
+                ns / 1e9,
+                self._batches,
+                ns / all_ns if all_ns else 0.0,
+                stage.source,
+                stage.kind,
+                self.iterators - self.exhausted,
+            )
 
 
 class _Stages:
@@ -360,6 +379,7 @@ class WorkerTimer:
         row[PID] = os.getpid()
 
     def follow(self, fetcher: Any) -> None:
+        """Time the batches of a fetcher from now on, and replace its `collate_fn`."""
         self.fetcher = fetcher
         # Persistent workers get a new fetcher in each epoch. Do not count the time between epochs.
         self._last_end_ns = 0
@@ -378,6 +398,7 @@ class WorkerTimer:
             self._samples = _TimedSamples(dataset, now_ns)
 
     def start(self, indices: Any) -> None:
+        """Start a batch of the samples with these indices."""
         row, samples = self._row, self._samples
         n = row[BATCHES]
         if samples is not None and n:
@@ -401,46 +422,59 @@ class WorkerTimer:
         self._last_end_ns = 0
 
     def end(self, batch: Any) -> None:
+        """End a batch, and add it to this worker's row of the shared memory."""
         row, end_ns = self._row, self._now_ns()
         if self._lines is not None and row[BATCHES] >= _FIRST_EXAMINED:
             self._lines.switch_to("")
             if len(self._lines.occurrences) >= _EXAMINED:
                 self._report_lines(self._lines)
-        start_ns, collate_ns = self._start_ns, self._collate_ns
-        batch_ns = end_ns - start_ns
+        batch_ns, collate_ns = end_ns - self._start_ns, self._collate_ns
         self._last_end_ns = end_ns
         row[BUSY_SINCE] = 0
-        n = row[BATCHES] = row[BATCHES] + 1
+        row[BATCHES] += 1
         row[DATASET_NS] += batch_ns - collate_ns
         row[COLLATE_NS] += collate_ns
         if self._iter_ns:
             row[STARTS] += 1
             row[STARTUP_NS] += end_ns - self._iter_ns
             self._iter_ns = 0
-        slowest_index = -1 if self._samples is None else self._samples.take_slowest()
+        n = row[BATCHES]
         if n <= len(CHECKSUMS):
             row[CHECKSUMS[n - 1]] = _checksum(batch)
-        mean_ns = (row[DATASET_NS] + row[COLLATE_NS]) / n
+        slowest_index = -1 if self._samples is None else self._samples.take_slowest()
+        self._add_to_long_batches(batch_ns, slowest_index)
+        self._add_to_ring(self._start_ns, end_ns, collate_ns, slowest_index)
+        if end_ns >= self._cpu_read_due_ns:
+            self._read_cpu_times()
+            self._cpu_read_due_ns = end_ns + _CPU_INTERVAL_NS
+
+    def _add_to_long_batches(self, batch_ns: int, slowest_index: int) -> None:
+        """Add a batch to the long batches if it took long, or note it as the slowest."""
+        row = self._row
+        mean_ns = (row[DATASET_NS] + row[COLLATE_NS]) / row[BATCHES]
         if batch_ns > 4 * mean_ns:
             row[LONG_BATCHES] += 1
             row[LONG_NS] += batch_ns
         if batch_ns > row[MAX_NS]:
             row[MAX_NS], row[SLOWEST_INDEX] = batch_ns, slowest_index
-        # Overwrite the oldest batch in the ring buffer.
-        first_field = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
-        for field, value in enumerate((start_ns, end_ns, collate_ns, slowest_index), first_field):
-            row[field] = value
+
+    def _add_to_ring(self, *fields: int) -> None:
+        """Overwrite the oldest batch in the ring buffer."""
+        row = self._row
+        first_column = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
+        for column, value in enumerate(fields, first_column):
+            row[column] = value
         row[NEWEST] += 1
-        if end_ns >= self._cpu_read_due_ns:
-            # Rarely, because a read takes microseconds.
-            cpu_ns, delay_ns = self._cpu_ns(), _run_delay_ns()
-            row[CPU_NS] += cpu_ns - self._read_cpu_ns
-            row[RUN_DELAY_NS] += delay_ns - self._read_delay_ns
-            # Time of the batches that the CPU time covers.
-            row[OBSERVED_NS] = row[DATASET_NS] + row[COLLATE_NS]
-            row[ELAPSED_NS] = row[OBSERVED_NS] + row[WAIT_NS]
-            self._read_cpu_ns, self._read_delay_ns = cpu_ns, delay_ns
-            self._cpu_read_due_ns = end_ns + _CPU_INTERVAL_NS
+
+    def _read_cpu_times(self) -> None:
+        """Read the CPU time of this thread and its waits for a core, which takes microseconds."""
+        row, cpu_ns, delay_ns = self._row, self._cpu_ns(), _run_delay_ns()
+        row[CPU_NS] += cpu_ns - self._read_cpu_ns
+        row[RUN_DELAY_NS] += delay_ns - self._read_delay_ns
+        self._read_cpu_ns, self._read_delay_ns = cpu_ns, delay_ns
+        # Time of the batches that these times cover.
+        row[OBSERVED_NS] = row[DATASET_NS] + row[COLLATE_NS]
+        row[ELAPSED_NS] = row[OBSERVED_NS] + row[WAIT_NS]
 
     def _report_lines(self, lines: OutsideLines) -> None:
         """Write the lines with most of the time to the shared memory, as JSON."""
@@ -644,12 +678,15 @@ class LoaderWorkers(TimedLoader):
             yield from _newest_batches(worker, row)
 
     def culprits(self) -> Iterator[Culprit]:
-        if (times := self.times()) is not None:
-            n = times.batches
-            for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
-                ms = times.mean(name)
-                share = ms / (times.mean("batch_ms") or 1.0)
-                yield Culprit(FETCH, stage.name, n * ms / 1e3, n, share, stage.source, stage.kind)
+        """Yield each stage with its time in all workers, and its share of the time of a batch."""
+        times = self.times()
+        if times is None:
+            return
+        n, batch_ms = times.batches, times.mean("batch_ms")
+        for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
+            ms = times.mean(name)
+            share = ms / batch_ms if batch_ms else 0.0
+            yield Culprit(FETCH, stage.name, n * ms / 1e3, n, share, stage.source, stage.kind)
 
 
 def _newest_batches(worker: int, row: Sequence[int]) -> Iterator[MadeBatch]:

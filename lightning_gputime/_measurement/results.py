@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._compat.names import NotMeasured, not_measured
+from lightning_gputime._compat import NotMeasured, not_measured
 from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.rows import LONG_STEP, LineRow
 from lightning_gputime._loader import describe_slowdown

@@ -7,6 +7,7 @@ until its times are read.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from math import nan
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
 
-BATCH = 50
+READ_SIZE = 50
 """Number of finished steps that are read together. Half of the cost of a read is independent of the
 number of steps. A Trainer logs every 50 steps, and each log reads."""
 
@@ -47,6 +48,14 @@ def is_fetch(labels: Sequence[str]) -> bool:
     return {*labels} <= {DATA, *_IN_NO_STEP}
 
 
+class Wait(Enum):
+    """Steps that the host may wait for when a step ends."""
+
+    NEVER = 0
+    FOR_EARLIER = 1  # Those that ended `lag` steps ago or earlier.
+    FOR_THIS_STEP = 2  # Also the step that ends, to set the clocks side by side.
+
+
 class LineMark(NamedTuple):
     """Mark of a line of the user's code, in an examined step."""
 
@@ -59,10 +68,12 @@ class LineMark(NamedTuple):
 
 @dataclass(slots=True)
 class StepMarks:
+    """Marks of a step, in order. The first mark starts the step; its last mark ends it."""
+
     marks: list[Mark] = field(default_factory=list)
     lines: list[LineMark] | None = None  # Marks of lines, if the step is examined.
-    _phases: set[str] = field(default_factory=set)  # Phases of the first marks.
-    _n_cached: int = 0  # Number of marks in `_phases`; -1 if it is outdated.
+    _cached_phases: set[str] = field(default_factory=set)  # Phases of the first `_n_cached` marks.
+    _n_cached: int = 0  # -1 if the cache is outdated.
 
     @property
     def labels(self) -> list[str]:
@@ -72,18 +83,19 @@ class StepMarks:
     def phases(self) -> set[str]:
         """Top-level phases of the marks."""
         # Cached, because loops that skip batches read this many times per step. The labels of the
-        # last two marks may still change.
-        marks, n = self.marks, self._n_cached
-        last = max(len(marks) - 2, 0)
-        if not 0 <= n <= last:
-            self._phases, n = set(), 0
-        self._phases.update(label.partition("/")[0] for label, _, _ in marks[n:last])
-        self._n_cached = last
-        return self._phases.union(label.partition("/")[0] for label, _, _ in marks[last:])
+        # last two marks may still change, so they are not in the cache.
+        marks, n_cached = self.marks, self._n_cached
+        n_fixed = max(len(marks) - 2, 0)
+        if not 0 <= n_cached <= n_fixed:
+            self._cached_phases, n_cached = set(), 0
+        new, last = marks[n_cached:n_fixed], marks[n_fixed:]
+        self._cached_phases.update(label.partition("/")[0] for label, _, _ in new)
+        self._n_cached = n_fixed
+        return self._cached_phases.union(label.partition("/")[0] for label, _, _ in last)
 
     @property
-    def is_empty(self) -> bool:
-        """True if all time is in pauses and evaluations."""
+    def is_all_excluded(self) -> bool:
+        """True if all time is in pauses and evaluations, so that none is left for the step."""
         return {*self.labels} <= _IN_NO_STEP
 
     @property
@@ -91,14 +103,17 @@ class StepMarks:
         return bool(self.marks) and self.marks[-1][0] in (WAITS, RECEIVES)
 
     def relabel(self, label: str) -> None:
-        """Replace the label of the last mark that is not part of a wait."""
-        self._relabel(self._uninterrupted(len(self.marks) - 1), label)
+        """Replace the label of the last mark. If it is part of a wait, relabel the phase around."""
+        self._relabel_at(self._index_without_waits(len(self.marks) - 1), label)
 
     def relabel_before(self, old: str, label: str) -> None:
-        """If the mark before the last, without waits, has the label `old`, replace its label."""
-        index = self._uninterrupted(len(self.marks) - 2)
+        """Replace the label `old` of the mark before the last, if it has this label.
+
+        If that mark is part of a wait, this applies to the phase around the wait.
+        """
+        index = self._index_without_waits(len(self.marks) - 2)
         if index >= 0 and self.marks[index][0] == old:
-            self._relabel(index, label)
+            self._relabel_at(index, label)
 
     def exclude(self, first: int, stop: int | None = None, *, label: str = EXCLUDED) -> None:
         """Attribute the marks from `first` to `stop` to a pause or an evaluation.
@@ -119,26 +134,26 @@ class StepMarks:
         labels = self.labels
         if label not in labels:
             return False
-        last = len(labels) - 1 - labels[::-1].index(label)
-        if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
+        index = len(labels) - 1 - labels[::-1].index(label)  # The last mark of this label.
+        if {name.partition("/")[0] for name in labels[index:]} & {FORWARD, LOSS, BACKWARD}:
             return False
-        self.exclude(last)
+        self.exclude(index)
         # `LEFT` is also excluded, but shows that an update precedes it.
-        self.marks[last] = (LEFT, *self.marks[last][1:])
+        self.marks[index] = (LEFT, *self.marks[index][1:])
         return True
 
     def relabel_replay(self) -> None:
         """Relabel a step without inner marks: a replay of a CUDA graph, which calls no hooks."""
         if len(self.marks) == 2 and self.marks[0][0] == DATA:
-            self._relabel(0, OTHER)
+            self._relabel_at(0, OTHER)
 
-    def _relabel(self, index: int, label: str) -> None:
+    def _relabel_at(self, index: int, label: str) -> None:
         self.marks[index] = (label, *self.marks[index][1:])
         if index < self._n_cached:
             self._n_cached = -1
 
-    def _uninterrupted(self, index: int) -> int:
-        # If a mark is part of a wait, return the index of the interrupted mark instead.
+    def _index_without_waits(self, index: int) -> int:
+        """Return this index or, if its mark is part of a wait, that of the interrupted phase."""
         while index > 0 and self.marks[index][0] in INTERRUPTIONS:
             index -= 1
         return index
@@ -153,31 +168,33 @@ class _PendingStep:
     step_index: int
     items: float
     skipped_update: bool
-    ended: int  # Number of steps that had ended with this step, timed or not.
-    untimed: int  # Number of untimed steps between the previous timed step and this step.
+    n_ended: int  # Number of steps up to this step, timed or not.
+    n_untimed: int  # Number of untimed steps between the previous timed step and this step.
     wait_ms: float = 0.0  # Wait of the host, per step since the previous timed step.
     finished_ns: int = 0
     reached_ns: int = 0
-    owns_end: bool = False  # True if the next step does not use the event of the last mark.
+    # False while the last event is also the first event of the next step.
+    owns_last_event: bool = False
 
     @property
-    def end(self) -> TimingEvent:
+    def last_event(self) -> TimingEvent:
         return self.marks.marks[-1][1]
 
     def wait(self, host_ns: Callable[[], int]) -> None:
         """Block the host until the device has finished the step."""
-        start = host_ns()
+        start_ns = host_ns()
         # Wait for one event, never for the device. With `lag=1` another step is queued after this
         # event, so the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as
         # long as without a timer, and 1.1445 times with four `torch.cuda.synchronize` calls.
-        self.end.synchronize()
-        now = self.reached_ns = host_ns()
+        self.last_event.synchronize()
+        now_ns = self.reached_ns = host_ns()
+        waited_ns = now_ns - start_ns
         # Divide by the number of steps since the previous timed step, so that the wait does not
         # grow with `every_n_steps`.
-        self.wait_ms = (now - start) / 1e6 / (1 + self.untimed)
+        self.wait_ms = waited_ns / 1e6 / (1 + self.n_untimed)
         # If the host was blocked, the device has just finished the step.
-        if now - start >= _MIN_BLOCKED_NS:
-            self.finished_ns = now
+        if waited_ns >= _MIN_BLOCKED_NS:
+            self.finished_ns = now_ns
 
 
 class PendingSteps:
@@ -190,7 +207,7 @@ class PendingSteps:
     is no longer timed.
 
     Args:
-        clock: See `Recorder`, also for `lag`, `batch` and `emit`.
+        clock: See `Recorder`, also for `lag`, `read_size` and `emit`.
         fail: Called with the error when all pending steps are dropped because of an error.
     """
 
@@ -199,12 +216,12 @@ class PendingSteps:
         clock: Clock,
         *,
         lag: int,
-        batch: int,
+        read_size: int,
         emit: Emit,
         fail: Callable[[Exception], None],
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
-        self._lag, self._batch = lag, batch
+        self._lag, self._read_size = lag, read_size
         self._emit, self._fail = emit, fail
         self._elapsed_ms = getattr(clock, "elapsed_ms", elapsed_ms)
         self.warn_once = WarnOnce()
@@ -214,7 +231,7 @@ class PendingSteps:
         self._finished: list[_PendingStep] = []
         self.ended = 0
         """Number of steps that have ended, timed or not."""
-        self._untimed = 0  # Number of untimed steps since the last timed step.
+        self._n_untimed = 0  # Number of untimed steps since the last timed step.
 
     @property
     def count(self) -> int:
@@ -229,32 +246,28 @@ class PendingSteps:
         skipped_update: bool,
         *,
         read: bool,
-        may_wait: bool,
-        now: bool,
+        wait: Wait,
     ) -> None:
-        """Add a timed step that has ended; see `Recorder.end_step` for the arguments.
-
-        If the host may wait, finish the steps that ended `lag` steps ago or earlier; with `now`,
-        also this step.
-        """
+        """Add a timed step that has ended; see `Recorder.end_step` for the arguments."""
         self.ended += 1
         try:
-            ended = _PendingStep(
-                step, number, index, items, skipped_update, self.ended, self._untimed
+            pending = _PendingStep(
+                step, number, index, items, skipped_update, self.ended, self._n_untimed
             )
-            self._pending.append(ended)
-            self._untimed = 0
-            if may_wait and now:
-                ended.wait(self._host_ns)
-            if may_wait:
-                self._finish(0 if now else self._lag, read)
+            self._pending.append(pending)
+            self._n_untimed = 0
+            if wait is Wait.FOR_EARLIER:
+                self._finish(self._lag, read)
+            elif wait is Wait.FOR_THIS_STEP:
+                pending.wait(self._host_ns)
+                self._finish(0, read)
         except Exception as error:
             self.give_up(error)
 
     def end_untimed(self, read: bool = False, *, steps: int = 1) -> None:
         """Count untimed steps that have ended. Finish the steps that ended `lag` steps ago."""
         self.ended += steps
-        self._untimed += steps
+        self._n_untimed += steps
         if self._pending or (read and self._finished):
             self._finish_safely(self._lag, read)
 
@@ -269,11 +282,11 @@ class PendingSteps:
     def take_back(self, step: StepMarks) -> None:
         """Reclaim the events of a dropped step."""
         self.free.extend(mark.event for mark in step.lines or () if mark.event is not None)
-        events = [mark[1] for mark in step.marks]
+        events = [event for _, event, _ in step.marks]
         unread = [*self._finished[-1:], *self._pending]
         # The first event may be the end of the previous step, which still has to be read.
-        if events and unread and unread[-1].end is events[0]:
-            unread[-1].owns_end = True
+        if events and unread and unread[-1].last_event is events[0]:
+            unread[-1].owns_last_event = True
             del events[0]
         self.free.extend(events)
 
@@ -286,7 +299,7 @@ class PendingSteps:
         return forgotten
 
     def end(self) -> None:
-        """Forget all steps, and `emit`, because it refers to the model."""
+        """Forget all steps and events, and `emit`, because it refers to the model."""
         self.forget()
         self._emit = lambda *_: None
 
@@ -306,20 +319,23 @@ class PendingSteps:
     def _finish(self, lag: int, read: bool, may_wait: bool = True) -> None:
         """Finish the steps that ended `lag` steps ago or earlier.
 
-        Read all finished steps if `read` is set, or if they fill a batch. `lag` counts untimed
+        Read all finished steps if `read` is set, or if there are enough. `lag` counts untimed
         steps, too, so that all ranks have read the same steps.
         """
-        while self._pending and self._pending[0].ended <= self.ended - lag:
+        while self._pending and self._pending[0].n_ended <= self.ended - lag:
             step = self._pending[0]
-            if not step.marks.marks[-1][1].query():
-                if not may_wait:
-                    break
+            # Inlined `last_event`, because this runs for every timed step.
+            is_finished = step.marks.marks[-1][1].query()
+            if not is_finished and not may_wait:
+                break
+            if not is_finished:
                 step.wait(self._host_ns)
             self._finished.append(self._pending.popleft())
-        if self._finished and (read or len(self._finished) >= self._batch):
+        if self._finished and (read or len(self._finished) >= self._read_size):
             self._read()
 
     def _read(self) -> None:
+        """Read the times of all finished steps from their events, and emit them."""
         # Empty the list first: `emit` may remove the timer, which reads again.
         finished, self._finished = self._finished, []
         since_ns = self._host_ns()
@@ -336,9 +352,9 @@ class PendingSteps:
                         event.synchronize()
                     device_ms = self._elapsed_ms(events)
                 lines = step.marks.lines
-                times = None if lines is None else self._line_times(lines, events[0])
-                # The last event is also the first event of the next step, which still needs it.
-                self.free.extend(events if step.owns_end else events[:-1])
+                line_times = None if lines is None else self._read_lines(lines, events[0])
+                # Do not reuse the last event while the next step needs it as its first.
+                self.free.extend(events if step.owns_last_event else events[:-1])
                 records.append(
                     StepRecord(
                         number=step.number,
@@ -351,7 +367,7 @@ class PendingSteps:
                         reached_ns=step.reached_ns,
                         items=step.items,
                         step_index=step.step_index,
-                        lines=times,
+                        lines=line_times,
                     )
                 )
             except Exception as error:
@@ -360,8 +376,11 @@ class PendingSteps:
         if records:
             self._emit(records, since_ns)
 
-    def _line_times(self, marks: Sequence[LineMark], first: TimingEvent) -> tuple[LineTime, ...]:
-        # Read the marks of lines from the first event of the step on, and reclaim their events.
+    def _read_lines(self, marks: Sequence[LineMark], first: TimingEvent) -> tuple[LineTime, ...]:
+        """Return the times of marks of lines since the first event of their step.
+
+        Reclaim their events.
+        """
         times = []
         for start_ns, end_ns, event, line, starts in marks:
             ms = nan

@@ -31,6 +31,7 @@ from lightning_gputime._record.pending_steps import (
     LineMark,
     PendingSteps,
     StepMarks,
+    Wait,
     is_fetch,
 )
 
@@ -105,7 +106,7 @@ class NamedPhases:
     def __init__(self) -> None:
         self.names: list[str] = []
         """Open phases, outermost first. `EXCLUDED` is a pause, which overrides all others."""
-        self._n_outer = 0  # Number of open phases that started before the current step.
+        self._n_before_step = 0  # Number of open phases that started before the current step.
         self._base = DATA  # Label outside of the phases, which applies when the outermost ends.
 
     @property
@@ -116,7 +117,7 @@ class NamedPhases:
         return self.names[-1] if self.names else self._base
 
     def enter(self, name: str, label: str) -> None:
-        """Start a phase. `label` is the current label, used only for the outermost phase."""
+        """Start a phase. `label` is the current label, which follows the outermost phase."""
         if not self.names:
             self._base = label
         self.names.append(name)
@@ -127,8 +128,9 @@ class NamedPhases:
             return False
         is_innermost = name == self.names[-1]
         # Phases may end out of order if a generator is suspended inside its phase.
-        del self.names[max(i for i, open_name in enumerate(self.names) if open_name == name)]
-        self._n_outer = min(self._n_outer, len(self.names))
+        last = max(i for i, open_name in enumerate(self.names) if open_name == name)
+        del self.names[last]
+        self._n_before_step = min(self._n_before_step, len(self.names))
         if is_innermost and not self.names:
             # After a phase named "forward", the time is labeled as after the model's own forward.
             self._base = FOLLOWED_BY.get(name, self._base)
@@ -141,12 +143,15 @@ class NamedPhases:
 
     def start_step(self, label: str) -> str:
         """Start a step. Return its first label: a phase that is still open, or else `label`."""
-        self._base, self._n_outer = label, len(self.names)
+        self._base, self._n_before_step = label, len(self.names)
         return self.label
 
-    def end_fetch(self) -> None:
-        """End phases that started in this step: a loader may have yielded a batch inside them."""
-        del self.names[self._n_outer :]
+    def drop_phases_of_step(self) -> None:
+        """End the phases that started in this step, when the loader has yielded its batch.
+
+        A loader that is a generator may have yielded inside a phase, which would stay open.
+        """
+        del self.names[self._n_before_step :]
 
 
 class TimedThread:
@@ -184,11 +189,11 @@ class TimedThread:
         self._end_watch = ref(alive, self.forget)
         self.home = get_ident()
 
-    def is_idle_here(self) -> bool:
-        """Return True in the thread of the loop while no step is timed.
+    def admit_untimed_call(self) -> bool:
+        """Return True if a hook was called in the thread of the loop while no step is timed.
 
-        Call it only where `timed` is not the calling thread. If another thread is timed, set
-        `was_elsewhere`.
+        Call it only where `timed` is not the calling thread. If another thread is timed, note that
+        in `was_elsewhere`.
         """
         if self.timed == -1:
             return get_ident() == self.home
@@ -214,7 +219,7 @@ class Recorder:
     Args:
         clock: Source of events and host times.
         lag: Number of ended steps that may be pending.
-        batch: Number of finished steps that are read together.
+        read_size: Number of finished steps that are read together.
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
     """
@@ -225,7 +230,7 @@ class Recorder:
         *,
         lag: int,
         emit: Emit,
-        batch: int = 1,
+        read_size: int = 1,
         annotate: Callable[[str | None], None] | None = None,
     ) -> None:
         self.clock = clock
@@ -236,7 +241,7 @@ class Recorder:
         """Marks of the open step: the step that is being recorded."""
         self.named = NamedPhases()
         self.threads = TimedThread()
-        self.pending = PendingSteps(clock, lag=lag, batch=batch, emit=emit, fail=self._lose)
+        self.pending = PendingSteps(clock, lag=lag, read_size=read_size, emit=emit, fail=self._lose)
         self.warn_once = self.pending.warn_once
         self.captures = Captures(clock, self.warn_once)
         self._annotate = annotate
@@ -260,11 +265,11 @@ class Recorder:
             self.named.follow_with(label)
             return
         try:
-            # Same as `_record` in the most common case, without another call.
-            is_rare = self._annotate is not None or not self._free
-            if is_rare or (self._may_capture() and self.clock.is_capturing()):
+            is_annotated_or_new = self._annotate is not None or not self._free
+            if is_annotated_or_new or (self._may_capture() and self.clock.is_capturing()):
                 self._record(label)
                 return
+            # The same as `_record` does in the most common case, without another call.
             event = self._free.pop()
             event.record()
             self.open.marks.append((label, event, self._host_ns()))
@@ -273,15 +278,23 @@ class Recorder:
             self.pending.give_up(error)
 
     def mark_in_backward(self, label: str) -> None:
-        """Mark from the thread that runs a backward pass while the timed thread waits for it."""
+        """Mark from the thread that runs a backward pass while the timed thread waits for it.
+
+        Do nothing if the current label does not belong to a backward pass.
+        """
         # A named phase around the backward pass includes all of it, unless its name is "backward".
-        may_mark = self.state is OPEN and self.named.names in ([], [BACKWARD])
-        if may_mark and (self.label or "").startswith(_IN_BACKWARD) and label != self.label:
+        if self.state is not OPEN or self.named.names not in ([], [BACKWARD]):
+            return
+        is_in_backward = self.label is not None and self.label.startswith(_IN_BACKWARD)
+        if is_in_backward and label != self.label:
             # Ranges of profilers must start and end in the same thread.
             self._record(label, annotate=False)
 
     def mark_instead(self, old: str, label: str) -> None:
-        """Mark `label`. If the current label is `old`, replace the label of its mark instead."""
+        """Mark `label`; but if the current label is `old`, replace the label of its mark instead.
+
+        Then the time since that mark belongs to `label`, too.
+        """
         if self.label == old and self.state is OPEN and get_ident() == self.threads.timed:
             self.open.relabel(label)
             self.label = label
@@ -316,7 +329,7 @@ class Recorder:
         return current_graph_task_id() != -1 and (self.label or "").startswith(_IN_BACKWARD)
 
     def _interrupt(self, label: str) -> None:
-        # Record a mark of a wait, but keep the label of the interrupted phase.
+        """Record a mark of a wait, but keep the label of the interrupted phase as `self.label`."""
         interrupted = self.label
         self._record(label, annotate=False)
         if self.state is OPEN:  # Otherwise the mark has failed.
@@ -345,9 +358,9 @@ class Recorder:
         """Exclude the time until `resume`. Safe to call again.
 
         Args:
-            since: Exclude the time from the first mark of this label on; by default, from the last
-                mark on. If the step has only fetched data before that mark, the fetch is also
-                excluded.
+            since: Exclude the time from the first mark of this label on. If the step has only
+                fetched data before that mark, also exclude the fetch. Without `since`, or without
+                such a mark, exclude the time from the last mark on.
             now: Exclude the time from now on instead.
         """
         if now:
@@ -382,15 +395,16 @@ class Recorder:
             stop: Index after the last mark of the evaluation.
         """
         marks = self.open.marks
-        end_ns = marks[stop][2] if stop < len(marks) else self._host_ns()
-        ns = end_ns - marks[first][2]
-        begin = 0 if is_fetch(self.open.labels[:first]) else first
-        self.open.exclude(begin, stop, label=EVALUATION_IN_STEP)
-        if stop == len(marks):
+        is_last = stop == len(marks)
+        _, _, start_ns = marks[first]
+        end_ns = self._host_ns() if is_last else marks[stop][2]
+        first_excluded = 0 if is_fetch(self.open.labels[:first]) else first
+        self.open.exclude(first_excluded, stop, label=EVALUATION_IN_STEP)
+        if is_last:
             self.label = EVALUATION_IN_STEP
             self.state = PAUSED
             self._show(None)
-        return ns
+        return end_ns - start_ns
 
     # Steps
 
@@ -407,10 +421,9 @@ class Recorder:
         skipped_update: bool = False,
         read: bool = False,
         label: str = DATA,
-        may_wait: bool = True,
+        wait: Wait = Wait.FOR_EARLIER,
         index: int = -1,
         items: float = nan,
-        waits_now: bool = False,
     ) -> None:
         """End the open step, and start the next one with `label`.
 
@@ -422,17 +435,16 @@ class Recorder:
             skipped_update: See `StepRecord`.
             read: Read all finished steps now.
             label: First label of the next step.
-            may_wait: True if the host may wait for the device.
+            wait: Steps that the host may wait for.
             index: Index among all steps, timed or not; -1 if only timed steps are counted.
             items: Number of items of the step; NaN if unknown.
-            waits_now: Wait for the device to finish this step, to set the clocks side by side.
         """
         if get_ident() != self.threads.timed:
             return
         names = self.named.names
-        # Drop a step whose time is all excluded. `is_empty` is slow, so read it only where time may
-        # be excluded: in a named phase, such as `paused()`, in a pause, or after an error.
-        is_dropped = bool(names or self.state is not OPEN) and self.open.is_empty
+        # Time is only excluded in a named phase, such as `paused()`, in a pause, or after an error.
+        # `is_all_excluded` is slow, so read it only there.
+        is_dropped = bool(names or self.state is not OPEN) and self.open.is_all_excluded
         if not is_dropped:
             first_label = label
             if self.state is PAUSED:
@@ -450,9 +462,7 @@ class Recorder:
         if self.captures.has_captured:
             skipped_update = False  # Graph replays do not call optimizer hooks.
             step.relabel_replay()
-        self.pending.add(
-            step, number, index, items, skipped_update, read=read, may_wait=may_wait, now=waits_now
-        )
+        self.pending.add(step, number, index, items, skipped_update, read=read, wait=wait)
 
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
         """End the open step now, without the time since its last mark of `label`. Do not wait.
@@ -466,7 +476,7 @@ class Recorder:
             return False
         self.label = EXCLUDED
         self.state = OPEN
-        self.end_step(number, may_wait=False, index=index, items=items)
+        self.end_step(number, wait=Wait.NEVER, index=index, items=items)
         return True
 
     def stop(self) -> None:
@@ -494,6 +504,7 @@ class Recorder:
     # Transitions
 
     def _record(self, label: str, *, annotate: bool = True) -> None:
+        """Record a mark. While a graph is captured, or after an error, drop the step instead."""
         try:
             if self._may_capture() and self.captures.detect():
                 self.pending.take_back(self._clear())
@@ -515,7 +526,7 @@ class Recorder:
             self._show(None if label == EXCLUDED else label)
 
     def _show(self, label: str | None) -> None:
-        # Show the start of a label in other profilers; with None, the end of the last label.
+        """Show the start of a label in other profilers; with None, the end of the last label."""
         if self._annotate is not None:
             try:
                 self._annotate(label)
@@ -532,5 +543,6 @@ class Recorder:
             self.state = LOST
 
     def _clear(self) -> StepMarks:
+        """Take the marks of the open step, and leave it without any."""
         step, self.open, self.label = self.open, StepMarks(), None
         return step

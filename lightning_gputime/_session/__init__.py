@@ -6,7 +6,7 @@ belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
 - `session` attaches and removes the parts of a timer, starts and ends steps, and passes the steps
   that were read to statistics, observers and loggers.
 - `schedule` chooses the timed steps: it places timing windows, and measures the cost of timing,
-  which decides how many there are. `_ledger.schedule` chooses the examined steps.
+  which decides how many there are. `_ledger.examiner` chooses the examined steps.
 - `ranks` makes all ranks time the same steps, and exchanges their times. `_measurement.ranks` finds
   the straggler in these times.
 - `self_check` warns if the steps lack what each step of a loop must contain.

@@ -18,7 +18,7 @@ from lightning_gputime._options import Options
 from lightning_gputime._output.loggers import LogWriter, MeanLog, MetricsLogger
 from lightning_gputime._phases import OTHER, StepRecord
 from lightning_gputime._record.clock import Clock, HostClock
-from lightning_gputime._record.pending_steps import BATCH
+from lightning_gputime._record.pending_steps import READ_SIZE
 from lightning_gputime._record.recorder import Recorder
 
 
@@ -103,7 +103,7 @@ class Evaluations:
             results.steps_read(steps)
             means.take(steps)
 
-        recorder = Recorder(clock, lag=options._lag, emit=steps_read, batch=BATCH)
+        recorder = Recorder(clock, lag=options._lag, emit=steps_read, read_size=READ_SIZE)
         boundaries = Boundaries(recorder, loop)
         # Before the first batch and between batches, callbacks may call the model.
         loop.batch.close()

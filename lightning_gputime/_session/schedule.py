@@ -53,10 +53,10 @@ class Windows:
 
         Parts are counted from 0 over all intervals.
         """
-        intervals_before, place = divmod(k, self.count)
+        intervals_before, k_in_interval = divmod(k, self.count)
         start = intervals_before * self.interval
-        first = start + place * self.interval // self.count
-        end = start + (place + 1) * self.interval // self.count
+        first = start + k_in_interval * self.interval // self.count
+        end = start + (k_in_interval + 1) * self.interval // self.count
         return first, end
 
 
@@ -109,14 +109,11 @@ class Schedule:
         windows, k = self.windows, self._next_part
         self._next_part += 1
         first, end = windows.part(k)
-        recurrence = (windows.recurrence or self._next_long()) if self._may_move else None
-        long_step = end  # Index of the next expected long step, if it is in this part.
-        if recurrence is not None:
-            last, distance = recurrence
-            long_step = last + max(math.ceil((first - last) / distance), 1) * distance
-        self._may_move = long_step >= end
-        if long_step < end:
-            start = long_step - windows.size // 2
+        long_step = self._next_long_step(first) if self._may_move else math.inf
+        is_moved = long_step < end
+        self._may_move = not is_moved
+        if is_moved:
+            start = int(long_step) - windows.size // 2
         elif windows.end_in_log and (k - self._first_part) % 8 == 0:
             # 1 of 8 windows covers a step that writes logs. Loggers run at the end of the last step
             # of an interval, or at the start of the next step, so cover both.
@@ -126,6 +123,15 @@ class Schedule:
             start = first + int((k + 1) ** 2 * GOLDEN % 1 * (end - first))
         self._start = max(start, self._stop)
         self._stop = self._start + windows.size
+
+    def _next_long_step(self, first: int) -> float:
+        """Return the index of the first expected long step from `first` on; infinity if none is."""
+        recurrence = self.windows.recurrence or self._next_long()
+        if recurrence is None:
+            return math.inf
+        last, distance = recurrence
+        n_recurrences = max(math.ceil((first - last) / distance), 1)
+        return last + n_recurrences * distance
 
 
 class TimingCost:
@@ -217,8 +223,8 @@ class TimingCost:
         self._n_marks += sum(len(step.labels) for step in steps)
         self._wait_ms += sum(step.wait_ms for step in steps)
         # Reading is part of the cost of timing, so exclude it from the current span.
-        start_ns, first = self._span
-        self._span = start_ns + reading_ns, first
+        span_start_ns, first = self._span
+        self._span = span_start_ns + reading_ns, first
 
     # Decisions
 

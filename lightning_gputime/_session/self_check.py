@@ -1,13 +1,13 @@
 """Self-check: compare the first steps with the actions that each step of the loop must contain."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from statistics import median
 
 import torch
 from torch import nn
 
-from lightning_gputime._compat.names import NotMeasured
+from lightning_gputime._compat import NotMeasured
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import (
     Loop,
@@ -169,7 +169,7 @@ class SelfCheck:
         # The user has passed no optimizer, but an optimizer may update the model.
         self._lacks_optimizer = loop.search is Search.AFTER_BACKWARD
         self._warn_once = WarnOnce()
-        self._first: list[StepRecord] | None = []  # First steps; None once they were checked.
+        self._first_steps: list[StepRecord] | None = []  # None once they were checked.
         self._has_checked_sums = False
         # About all steps so far, except `_maybe_evaluated_ms`, which excludes the warm-up.
         self._has_trained = False  # True after the first backward.
@@ -180,10 +180,10 @@ class SelfCheck:
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Check the steps that were read, once there are enough."""
-        if self._first is not None:
-            self._first += steps
-            if len(self._first) >= 5:
-                self._check_first_steps(self._first)
+        if self._first_steps is not None:
+            self._first_steps += steps
+            if len(self._first_steps) >= 5:
+                self._check_first_steps(self._first_steps)
         if self._lacks_optimizer and self._boundaries.optimizer.has_any:
             self._warn_once(_NO_OPTIMIZER)
         # A captured graph calls no hooks when it is replayed, so checks by hooks would fail. The
@@ -193,9 +193,11 @@ class SelfCheck:
         for step in steps.measured:
             self._phases_ms.append(step.times().phase_ms)
             labels = step.labels
+            if MAYBE_EVALUATION not in labels:
+                continue
             # If `other` precedes eval-mode calls, as in a loop over `steps()`, they work on the
             # fetched batch, so they are not an evaluation.
-            if MAYBE_EVALUATION in labels and is_fetch(labels[: labels.index(MAYBE_EVALUATION)]):
+            if is_fetch(labels[: labels.index(MAYBE_EVALUATION)]):
                 marks = zip(labels, step.device_ms, strict=True)
                 self._maybe_evaluated_ms += sum(
                     ms for label, ms in marks if label == MAYBE_EVALUATION
@@ -203,7 +205,8 @@ class SelfCheck:
         for step in steps:
             self._idle_ms += _ms_of_idle_batches(step)
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
-            self._n_untrained += not self._has_trained
+            if not self._has_trained:
+                self._n_untrained += 1
         if self._results.sums.step.n >= 20:
             self._has_checked_sums = True
             self._check_calls()
@@ -212,8 +215,8 @@ class SelfCheck:
     def end(self) -> None:
         """Run the remaining checks at the end of the training, as far as it had enough steps."""
         # With fewer steps, a trainer may have fetched all batches before the first step.
-        if self._first is not None and len(self._first) >= 3:
-            self._check_first_steps(self._first)
+        if self._first_steps is not None and len(self._first_steps) >= 3:
+            self._check_first_steps(self._first_steps)
         ran = self._results.sums.phases
         if self._lacks_optimizer and self._boundaries.optimizer.has_any:
             self._warn_once(_NO_OPTIMIZER)
@@ -226,12 +229,12 @@ class SelfCheck:
             without_forward = n - ran[FORWARD].n
             # The steps before the first backward have already been reported.
             unreported = without_forward - self._n_untrained
-            is_often = 20 * unreported >= n  # In at least 5 % of the steps.
-            self._report_if(is_often, _STEPS_WITHOUT_FORWARD, without_forward, n)
+            if unreported >= n / 20:
+                self._report(_STEPS_WITHOUT_FORWARD, without_forward, n)
 
     def _check_first_steps(self, steps: Sequence[StepRecord]) -> None:
         """Check the actions in each of the first steps, their order, and the number of steps."""
-        self._first, n = None, len(steps)
+        self._first_steps, n = None, len(steps)
         for expected in self._loop.expects:
             n_with = sum(not expected.labels.isdisjoint(step.labels) for step in steps)
             # Accept half of the steps: a step may have fetched its batch in the step before.
@@ -254,8 +257,9 @@ class SelfCheck:
             added = step.number - before.number
             # The timer has missed updates only if there was enough backward for all of them.
             # Otherwise, the trainer has skipped batches: they have no backward and no update.
-            is_missed = _trained_batches(step.labels) >= added * self._loop.accumulate_grad_batches
-            counted += added if is_missed else min(added, 1)
+            n_batches = added * self._loop.accumulate_grad_batches
+            has_missed_updates = _n_trained_batches(step.labels) >= n_batches
+            counted += added if has_missed_updates else min(added, 1)
         if counted != n:
             self._add_not_measured(
                 f"single steps, because the trainer counts {counted}, and the timer {n}"
@@ -263,55 +267,76 @@ class SelfCheck:
             self._warn_once(_COUNTS_DIFFER, counted, n)
 
     def _check_calls(self, *, trains: bool = True) -> None:
-        """Run the checks for which a few steps are enough. Without training, skip those of it."""
+        """Run the checks for which a few steps are enough.
+
+        Args:
+            trains: False if the loop may be inference. Then run no check of a training.
+        """
         forward = self._boundaries.forward
-        self._report_if(is_distributed() and self._boundaries.waits is None, _ATTACHED_TOO_EARLY)
-        message = _OTHER_THREAD if self._recorder.threads.was_elsewhere else _NO_FORWARD
-        self._report_if(trains and not forward.was_ever_called, message)
-        bypassed = forward.find_bypassed()
-        self._report_if(bypassed is not None, _CALL_REPLACED, type(bypassed).__name__)
-        n = self._n_untrained
-        trained_late = self._is_own_loop and self._has_trained and n > 0
-        self._report_if(trains and trained_late, _FIRST_STEPS_WITHOUT_BACKWARD, n)
+        if is_distributed() and self._boundaries.waits is None:
+            self._report(_ATTACHED_TOO_EARLY)
+        if trains and not forward.was_ever_called:
+            was_elsewhere = self._recorder.threads.was_elsewhere
+            self._report(_OTHER_THREAD if was_elsewhere else _NO_FORWARD)
+        if (bypassed := forward.find_bypassed()) is not None:
+            self._report(_CALL_REPLACED, type(bypassed).__name__)
+        has_trained_late = self._is_own_loop and self._has_trained and self._n_untrained > 0
+        if trains and has_trained_late:
+            self._report(_FIRST_STEPS_WITHOUT_BACKWARD, self._n_untrained)
 
     def _check_sums(self) -> None:
         """Check the sums over the first steps after the warm-up."""
-        sums, boundaries, is_own_loop = self._results.sums, self._boundaries, self._is_own_loop
-        ran, n, step_ms = sums.phases, sums.step.n, sums.step.device_ms
-        trains = boundaries.optimizer.has_any
-        self._report_if(trains and BACKWARD not in ran, _NO_BACKWARD)
-        # Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
-        # If it takes over 5 times as long, some work of `forward` is in another phase: in `other`,
-        # or in `loss`. Use medians: in short steps, one hiccup exceeds the rest of 20 steps.
-        ms = {name: median(phases.get(name, 0.0) for phases in self._phases_ms) for name in PHASES}
+        sums, forward = self._results.sums, self._boundaries.forward
+        n, step_ms = sums.step.n, sums.step.device_ms
+        trains = self._boundaries.optimizer.has_any
+        if trains and BACKWARD not in sums.phases:
+            self._report(_NO_BACKWARD)
+        if trains:
+            self._check_length_of_forward()
         self._phases_ms.clear()
-        is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
-        is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
-        phase = OTHER if is_in_other else LOSS
-        is_too_short = trains and (is_in_other or is_in_loss)
-        self._report_if(is_too_short, _FORWARD_MISSES_WORK, phase, ms[phase])
-        evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
-        self._report_if(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
-        has_idle_batches = is_own_loop and idle_ms > 0.1 * step_ms
-        self._report_if(has_idle_batches, _BATCHES_WITHOUT_FORWARD, idle_ms / n)
-        self._report_if(is_own_loop and boundaries.forward.is_evaluated, _EVAL_WITH_GRADIENTS)
-        with_forward = ran[FORWARD].n if FORWARD in ran else n
-        # At most half of the steps, without the first step, which may be incomplete.
-        lacks_forward = 2 * (with_forward - 1) <= n - 1
-        self._report_if(lacks_forward, _STEPS_WITHOUT_FORWARD, n - with_forward, n)
-        skipped = sums.skipped_updates
-        if trains and not lacks_forward and 2 * skipped >= n - 1:
-            advice = '"auto": a step ends with the update'
-            if not self._loop.needs_updates:
-                advice = f"{round(n / max(n - skipped, 1))} (or {advice})"
-            self._report_if(skipped == n, _NO_UPDATE, n)
-            self._report_if(skipped < n, _STEPS_WITHOUT_UPDATE, skipped, n, advice)
+        if self._maybe_evaluated_ms > 0.05 * step_ms:
+            self._report(_MAY_EVALUATE, self._maybe_evaluated_ms / n)
+        if self._is_own_loop and self._idle_ms > 0.1 * step_ms:
+            self._report(_BATCHES_WITHOUT_FORWARD, self._idle_ms / n)
+        if self._is_own_loop and forward.had_eval_calls_with_grad:
+            self._report(_EVAL_WITH_GRADIENTS)
+        with_forward = sums.phases[FORWARD].n if FORWARD in sums.phases else n
+        # In at most half of the steps, without the first step, which may be incomplete.
+        if with_forward - 1 <= (n - 1) / 2:
+            self._report(_STEPS_WITHOUT_FORWARD, n - with_forward, n)
+        elif trains and sums.skipped_updates >= (n - 1) / 2:
+            self._report_missing_updates(sums.skipped_updates, n)
 
-    def _report_if(self, is_mismatch: bool, message: str, *values: float | str) -> None:
-        if is_mismatch:
-            self._warn_once(message, *values)
-            if message in _NOT_MEASURED:
-                self._add_not_measured(*_NOT_MEASURED[message])
+    def _check_length_of_forward(self) -> None:
+        """Report that some work of `forward` is in another phase: in `other`, or in `loss`.
+
+        Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
+        If it takes over 5 times as long, some of their work is elsewhere.
+        """
+        # Use medians: in short steps, one hiccup exceeds the rest of 20 steps.
+        ms = {name: median(phases.get(name, 0.0) for phases in self._phases_ms) for name in PHASES}
+        if 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]:
+            self._report(_FORWARD_MISSES_WORK, OTHER, ms[OTHER])
+        elif (
+            FORWARD in self._results.sums.phases and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
+        ):
+            self._report(_FORWARD_MISSES_WORK, LOSS, ms[LOSS])
+
+    def _report_missing_updates(self, n_skipped: float, n: float) -> None:
+        """Report that `n_skipped` of `n` steps have no update, and how steps should be counted."""
+        if n_skipped == n:
+            self._report(_NO_UPDATE, n)
+            return
+        advice = '"auto": a step ends with the update'
+        if not self._loop.needs_updates:
+            advice = f"{round(n / (n - n_skipped))} (or {advice})"
+        self._report(_STEPS_WITHOUT_UPDATE, n_skipped, n, advice)
+
+    def _report(self, message: str, *values: float | str) -> None:
+        """Warn once, and add what is not measured to the results."""
+        self._warn_once(message, *values)
+        if message in _NOT_MEASURED:
+            self._add_not_measured(*_NOT_MEASURED[message])
 
     def _add_not_measured(self, text: str, blurred: tuple[str, ...] = ()) -> None:
         """Add a line to the results, and the phases that are not separated from each other."""
@@ -320,13 +345,11 @@ class SelfCheck:
 
 def _ms_of_idle_batches(step: StepRecord) -> float:
     """Return the time of batches that are fetched, but neither call the model nor end the step."""
-    marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
     # If the step starts with `other`, that is code after the last update, not a batch.
-    marks_of_batches = islice(marks, int(step.labels[0] == OTHER), None)
+    first = 1 if step.labels[0] == OTHER else 0
+    intervals = zip(pairwise(step.labels[first:]), step.device_ms[first:], strict=False)
     # Such a batch is `other`, followed by `data` for the next batch.
-    return sum(
-        ms for label, next_label, ms in marks_of_batches if (label, next_label) == (OTHER, DATA)
-    )
+    return sum(ms for labels, ms in intervals if labels == (OTHER, DATA))
 
 
 def _ends_inside_batch(labels: tuple[str, ...]) -> bool:
@@ -338,15 +361,16 @@ def _ends_inside_batch(labels: tuple[str, ...]) -> bool:
     return starts_with_backward and last[BACKWARD] < last[FORWARD]
 
 
-def _trained_batches(labels: tuple[str, ...]) -> int:
+def _n_trained_batches(labels: tuple[str, ...]) -> int:
     """Return the number of batches in a step that were fetched and had a backward."""
-    n, is_fetched = 0, True
+    n = 0
+    is_new_batch = True  # False from the first backward of a batch until the next fetch.
     for label in labels:
         if label == FETCH:
-            is_fetched = True
-        elif label == BACKWARD:
-            n += is_fetched
-            is_fetched = False
+            is_new_batch = True
+        elif label == BACKWARD and is_new_batch:
+            n += 1
+            is_new_batch = False
     return n
 
 

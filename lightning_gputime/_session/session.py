@@ -21,8 +21,7 @@ from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import Loop, Search, is_distributed
 from lightning_gputime._instrumentation.patching import Attachment, Attachments, do_nothing
 from lightning_gputime._instrumentation.work import WorkCounter
-from lightning_gputime._ledger.examiner import Examiner
-from lightning_gputime._ledger.schedule import ExaminationSchedule
+from lightning_gputime._ledger.examiner import ExaminationSchedule, Examiner
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
@@ -43,7 +42,7 @@ from lightning_gputime._phases import (
     StepRecord,
 )
 from lightning_gputime._record.clock import Clock, HostClock
-from lightning_gputime._record.pending_steps import BATCH
+from lightning_gputime._record.pending_steps import READ_SIZE, Wait
 from lightning_gputime._record.recorder import OPEN, PAUSED, Annotator, Recorder
 from lightning_gputime._session.ranks import Agreement, RankComparer, open_store
 from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
@@ -51,9 +50,9 @@ from lightning_gputime._session.self_check import SelfCheck
 
 _FIRST_STEPS = 5  # Number of steps that may take longer than the others.
 _MIN_EXAMINED, _MIN_COMPARED = 3, 50  # Numbers of examined steps, and of others to compare with.
-# Examine more steps once the newest timed steps take this multiple of the first, on average. Each
+# Examine more steps once this number of timed steps takes this multiple of the first of them. Each
 # time, the next multiple is twice as large.
-_SLOWER, _N_NEWEST = 1.5, 20
+_N_COMPARED, _SLOWDOWN = 20, 1.5
 _MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks.
 _CHECK_STEPS = 25  # Number of steps without hooks between two checks.
 _NO_BATCH = object()
@@ -174,7 +173,7 @@ class Session:
             clock,
             lag=options._lag,
             emit=self._take,
-            batch=1 if self._on_step else BATCH,
+            read_size=1 if self._on_step else READ_SIZE,
             annotate=Annotator() if options.annotate else None,
         )
         self.recorders = [recorder]
@@ -213,10 +212,12 @@ class Session:
         ]
         self._warmup_left = options.timed_warmup_steps  # Warm-up steps still to be read.
         self._has_read = False  # True once the first step was read.
-        self._may_examine_more = True
-        # Number and time of the timed steps whose mean was compared.
+        # True until the first examined steps were compared with the others.
+        self._is_comparison_due = True
+        # Number and time of the timed steps whose mean was checked for a slowdown.
         self._compared_n = self._compared_ms = 0.0
-        self._slower_ms = 0.0  # Mean time from which on more steps are examined.
+        # Mean time from which more steps are examined; 0 before the first mean.
+        self._slow_ms = 0.0
         self._until_end = Attachments()
         self._to_remove = [
             *(self._comparison, self._analyzer, self._surroundings),
@@ -235,25 +236,29 @@ class Session:
         self._first_label = DATA  # First label of the open step.
         self.needs_updates = loop.needs_updates
         """True if a step ends with an update, whatever its number of batches."""
-        # True in a step after which the host waited for the device, so that its queue was empty.
+        # True if the open step follows an examined step, at whose end the host waited until the
+        # device had no work queued.
         self._starts_drained = False
-        # Time of all steps at the end of the first steps, and at the start of the examined step.
-        self._first_ns = self._examined_ns = 0.0
+        # Cumulative time of all steps at the end of the first steps, and at the start of the newest
+        # examined step.
+        self._first_ended_ns = self._examination_ns = 0.0
 
-        # The hooks in untimed steps. A plain loop needs hooks in the step before a window, to tell
-        # evaluations from steps.
+        # The hooks in untimed steps. They return this many steps before a window: a plain loop
+        # needs them in the step before, to tell evaluations from steps.
         self._margin = int(loop.search is not Search.NEVER)
-        self._may_suspend = True
+        self._keeps_hooks = False
         self._hooks_return_at = 0  # Index of the first step that has hooks again.
         self._check_at = 0  # Index of the step before which the next check is due.
         self._checked_at = 0  # Index of the step before which the last check was.
 
         # The logs. All ranks must log means of the same steps, so a log is written `lag` steps
-        # after its last step: by then, every rank has read that step. Number and index of each of
-        # the newest steps; loggers use the number, which may start at any value.
-        self._recent = deque[tuple[int, int]](maxlen=options._lag + 1)
-        self._has_logs_started = False
-        self._log_due_at = 0.0  # Number of the step from which `_step_may_log` must be called.
+        # after its last step: by then, every rank has read that step.
+        # Number and index of each of the newest steps; loggers use the number, which may start at
+        # any value.
+        self._newest_steps = deque[tuple[int, int]](maxlen=options._lag + 1)
+        # Number of the step from which `_schedule_log` must be called; None before the first step
+        # has ended.
+        self._log_due_at: float | None = None
 
     # Attach
 
@@ -298,7 +303,7 @@ class Session:
         """End the fetch of a batch, and any pause. Count the items of the batch."""
         recorder = self.recorder
         if recorder.named.names:
-            recorder.named.end_fetch()
+            recorder.named.drop_phases_of_step()
         if recorder.state is PAUSED:
             recorder.resume(OTHER)
         else:
@@ -342,28 +347,30 @@ class Session:
     def has_only_fetched(self, *, is_first: bool) -> bool:
         """Return True if the open step has certainly only fetched batches.
 
-        Return False while the hooks are detached, or if they may have missed training, for example
-        in compiled code. From the second batch of a loop on, also return False until a backward has
-        run.
-
         Args:
             is_first: True for the first batch of a loop.
         """
         recorder = self.recorder
+        # Without hooks, and in these cases, the hooks may have missed training.
         if self.mode is OFF or has_compiled() or recorder.captures.has_captured:
             return False
         if recorder.threads.was_elsewhere or not self.optimizer.has_any:
             return False
-        did_no_work = (is_first or self.forward.has_trained) and not self._boundaries.has_worked
-        return did_no_work and recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
+        # From its second batch on, a loop without any backward so far may train without hooks.
+        if not (is_first or self.forward.has_trained):
+            return False
+        if self._boundaries.has_worked:
+            return False
+        return recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
 
     @property
     def has_evaluated(self) -> bool:
         """True if the open step has only evaluated a model that was trained before."""
         if self.recorder.label not in MAY_EVALUATE or not self.forward.has_trained:
             return False
-        may_be_evaluation = {*BETWEEN_BATCHES, OTHER, *MAY_EVALUATE}
-        return not self._boundaries.has_worked and self.recorder.open.phases <= may_be_evaluation
+        if self._boundaries.has_worked:
+            return False
+        return self.recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, *MAY_EVALUATE}
 
     # Steps
 
@@ -397,26 +404,27 @@ class Session:
         if self.mode is OFF:
             return self.end_step_without_hooks(number)
         recorder, wall_clock, mode = self.recorder, self._wall_clock, self.mode
-        is_examined, cost = mode is EXAMINED, 0.0
+        is_examined, examination_cost = mode is EXAMINED, 0.0
         if is_examined:
             self._examiner.stop()
-            # Time that the step took more than the mean step before, as a fraction of it.
-            took_ns = wall_clock.steps_ns(self._host_ns()) - self._examined_ns
-            mean_ns = (self._examined_ns - self._first_ns) / max(self._ended - _FIRST_STEPS, 1)
-            cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
+            # Time that this step took longer than the mean step before, in mean steps.
+            took_ns = wall_clock.steps_ns(self._host_ns()) - self._examination_ns
+            n_before = max(self._ended - _FIRST_STEPS, 1)
+            mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
+            examination_cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
         elif mode is TIMED and self._time_trial is not None:
             self._time_trial()
         self._newest = number
         self._ended += 1
         now_ns = self._host_ns()
         if self._ended == _FIRST_STEPS:
-            self._first_ns = wall_clock.steps_ns(now_ns)
+            self._first_ended_ns = wall_clock.steps_ns(now_ns)
         self._analyzer.sampler.end_step(now_ns)
         items = self._work.take_items()
         if self._batches.open is not None:
             self._batches.end_step(number)
-        if number >= self._log_due_at:
-            self._step_may_log(number, self.index)
+        if self._log_due_at is None or number >= self._log_due_at:
+            self._schedule_log(number, self.index)
         log_is_due = self._means.is_due
         is_timed = self.times_all or mode in (TIMED, EXAMINED)
         skipped_update = self._boundaries.step_ended(timed=is_timed)
@@ -426,22 +434,21 @@ class Session:
             self._add_duration()
             self._starts_drained = is_examined
         if is_timed:
-            # Read all finished steps if a log is due.
             recorder.end_step(
                 number,
                 skipped_update,
-                log_is_due,
-                label,
+                read=log_is_due,
+                label=label,
                 index=-1 if self.times_all else self.index,  # `Recorder.end_step` explains -1.
                 items=items,
-                waits_now=is_examined,
+                wait=Wait.FOR_THIS_STEP if is_examined else Wait.FOR_EARLIER,
             )
         else:
             recorder.pending.end_untimed(log_is_due)
         if self.times_all:
             if is_examined:
                 self._enter(TIMED)
-                self._step_examined(cost)
+                self._step_examined(examination_cost)
             elif self._ended >= self._examinations.next_index and self.mode is TIMED:
                 self._examine()
         else:
@@ -449,7 +456,7 @@ class Session:
             if self._is_auto:
                 self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
             if is_examined:
-                self._step_examined(cost)
+                self._step_examined(examination_cost)
             self._ended_ns = now_ns - wall_clock.outside_ns
             if log_is_due:
                 self._write_log()
@@ -458,8 +465,8 @@ class Session:
             recorder.pause()
             self._comparison.compare_if_due()
             recorder.resume(label)
-        # An observer may have removed the timer while steps were read.
-        if not self.times_all and self.mode is not ENDED:
+        has_been_removed = self.mode is ENDED  # By an observer, while steps were read.
+        if not self.times_all and not has_been_removed:
             self._start_planned_step()
         return self.mode is not OFF
 
@@ -469,22 +476,23 @@ class Session:
         return max(self._ended_ns, self._untimed.since_ns)
 
     def first_step_ended(self) -> None:
-        """Start the second step now. Call it when the wall clock has ended the first step.
+        """Let the second step start now, once the wall clock has ended the first step.
 
-        The wall clock may have counted the time before the loop as a part of the first step.
+        The wall clock may have moved the time before the loop, which changes the cumulative time of
+        the steps.
         """
         self._ended_ns = self._wall_clock.steps_ns(self._host_ns())
         self._untimed.restart(self._ended_ns)
 
     def leave_loop(self, number: int) -> bool:
-        """Handle an exit from the loop inside the step of this number.
+        """End the step of this number at its last update, because the loop was left inside it.
 
-        Return True if the exit ends the step, at its last update. It does not if a model was called
-        after that update. In inference, the step ends at the last model call. The host does not
-        wait for the device, because the loop may have raised.
+        Return False, and leave the step open, if it has no update or if a model was called after
+        the last update. In inference, the step ends at the last model call. The host does not wait
+        for the device, because the loop may have raised.
         """
         if get_ident() != self.recorder.threads.home:
-            return False
+            return False  # Only the thread of the loop can end its step.
         self._examiner.stop()
         items = self._work.take_items()
         # Calls in eval mode may be an evaluation.
@@ -503,7 +511,7 @@ class Session:
             self._ended_ns = self._host_ns() - self._wall_clock.outside_ns
         else:
             self._add_duration()
-        self._step_may_log(number, self.index)
+        self._schedule_log(number, self.index)
         self._boundaries.step_ended()
         if not self.times_all:
             self.index += 1
@@ -515,17 +523,16 @@ class Session:
 
     def _end_at_last_update(self, number: int, items: float) -> bool:
         """End the open, timed step at its last update. Return False if it continues after that."""
-        recorder, last = self.recorder, AFTER_UPDATE
-        if not self.optimizer.has_any:
-            if BACKWARD in recorder.open.phases:
-                # No hook has marked the update, because the timer has no optimizer. It counts as
-                # `other`.
-                recorder.mark_instead(AFTER_BACKWARD, OTHER)
-                recorder.mark(AFTER_UPDATE)
-            else:  # Inference.
-                last = AFTER_FORWARD
+        recorder = self.recorder
+        is_inference = not self.optimizer.has_any and BACKWARD not in recorder.open.phases
+        if not self.optimizer.has_any and not is_inference:
+            # No hook has marked the update, because the timer has no optimizer. It counts as
+            # `other`.
+            recorder.mark_instead(AFTER_BACKWARD, OTHER)
+            recorder.mark(AFTER_UPDATE)
+        last_label = AFTER_FORWARD if is_inference else AFTER_UPDATE
         index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
-        return recorder.end_at(last, number, index, items)
+        return recorder.end_at(last_label, number, index, items)
 
     # Loops in which not every step is timed
 
@@ -548,8 +555,8 @@ class Session:
             self._untimed.ends_ns.append(now_ns)
 
     def _start_planned_step(self) -> None:
-        """Start a step, which may be timed or examined."""
-        recorder, index, before = self.recorder, self.index, self.mode
+        """Enter the mode that is planned for the next step, and start it."""
+        recorder, index, mode_before = self.recorder, self.index, self.mode
         if self._is_auto and index >= self._cost.due:
             if self._agreement is None:
                 self._decide()
@@ -561,12 +568,13 @@ class Session:
         self._enter(UNTIMED if self._starts_drained else self._next_mode())
         if self.mode is UNTIMED:
             recorder.stop()
-            if self._may_suspend and index >= _MIN_INDEX_OFF:
+            if index >= _MIN_INDEX_OFF and not self._keeps_hooks:
+                # The docstring of the class gives the reasons.
                 is_far = self._next_timed_or_examined() - self._margin > index
                 has_evaluated = self.forward.evaluation.has_found
                 if is_far and not has_evaluated and len(_attached) <= 1 and not has_compiled():
                     self._remove_hooks()
-        elif before is UNTIMED:  # After a timed step, its last mark has started this step.
+        elif mode_before is UNTIMED:  # After a timed step, its last mark has started this step.
             recorder.begin(self._first_label)
         if self.mode is EXAMINED:
             self._examine()
@@ -592,9 +600,9 @@ class Session:
     # Examined steps
 
     def _examine(self) -> None:
-        """Examine the step that has just started."""
-        self._examined_ns = self._wall_clock.steps_ns(self._host_ns())
-        mean_ns = self._examined_ns / max(self._ended, 1)
+        """Examine the step that has just started. If that is impossible, only time it."""
+        self._examination_ns = self._wall_clock.steps_ns(self._host_ns())
+        mean_ns = self._examination_ns / max(self._ended, 1)
         if not self.times_all:  # Else statistics include examined steps.
             self._surroundings.gpu.measure(mean_ns)
         lines = self._examiner.start(mean_ns)
@@ -608,9 +616,11 @@ class Session:
         self.recorder.examine(lines)
 
     def _step_examined(self, cost: float) -> None:
+        """Keep what the examiner has found in the step that ended last, and choose the next."""
+        number = self._newest or 0
         self._ledger.unavailable = self._examiner.unavailable
-        self._ledger.trained_tensors[self._newest or 0] = len(self._examiner.trained)
-        self._surroundings.gpu.read(self._newest or 0)
+        self._ledger.trained_tensors[number] = len(self._examiner.trained)
+        self._surroundings.gpu.read(number)
         self._examinations.step_examined(self._ended - 1, cost)
 
     # Steps without hooks
@@ -640,14 +650,15 @@ class Session:
         self._untimed.ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
         if self.needs_updates:
             self.optimizer.reset()
-        if self.index < self._check_at and number < self._log_due_at:
+        may_log = self._log_due_at is None or number >= self._log_due_at
+        if self.index < self._check_at and not may_log:
             return False
         steps_since_check, self._checked_at = self.index - self._checked_at, self.index
         self._check_at = min(self.index + _CHECK_STEPS, self._hooks_return_at)
         if self._is_auto:
             self._cost.end_span(self.index)
-        if number >= self._log_due_at:
-            self._step_may_log(number, self.index - 1)
+        if may_log:
+            self._schedule_log(number, self.index - 1)
         log_is_due = self._means.is_due
         self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check)
         if log_is_due:
@@ -673,7 +684,7 @@ class Session:
 
     def keep_hooks(self) -> None:
         """Keep the hooks in untimed steps from now on, because `has_only_fetched` needs them."""
-        self._may_suspend = False
+        self._keeps_hooks = True
         self.wake()
 
     def wake(self) -> None:
@@ -684,7 +695,10 @@ class Session:
     # Steps that were read, in order and in the thread of the loop
 
     def _take(self, records: list[StepRecord], since_ns: int) -> None:
-        """Take steps whose reading started at the host time `since_ns` (in nanoseconds)."""
+        """Pass steps that were read to the ledger, the statistics, the observers and the logs.
+
+        `since_ns` is the host time at which their reading started (in nanoseconds).
+        """
         for record in records:
             if EVALUATION_IN_STEP in record.labels:
                 # The wall clock has counted the evaluation as part of the step.
@@ -693,36 +707,36 @@ class Session:
                 self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
         self._has_read = True
         self._ledger.add(records)
-        usual = records
-        if not self.times_all and any(record.lines for record in records):
-            usual = [record for record in records if not record.lines]
-        if usual:
-            warmup = min(self._warmup_left, len(usual))
+        counted = records
+        if not self.times_all:  # Examined steps take longer, so they count in the ledger only.
+            counted = [record for record in records if not record.lines]
+        if counted:
+            warmup = min(self._warmup_left, len(counted))
             self._warmup_left -= warmup
-            call_safely(self._readers, ReadSteps(usual, warmup, since_ns))
+            call_safely(self._readers, ReadSteps(counted, warmup, since_ns))
         if self._is_auto:
-            self._cost.add_timed(usual, since_ns)
-
-        # Examine more steps after a slowdown, or if the examined ones lack something.
+            self._cost.add_timed(counted, since_ns)
+        # Examine more steps after a slowdown.
         sums = self._results.sums
-        step, n = sums.step, sums.step.n
+        step = sums.step
         n_newest = step.n - self._compared_n
-        if n_newest >= _N_NEWEST:
+        if n_newest >= _N_COMPARED:
             newest_ms = (step.device_ms - self._compared_ms) / n_newest
             self._compared_n, self._compared_ms = step.n, step.device_ms
-            if not self._slower_ms:
-                self._slower_ms = _SLOWER * newest_ms
-            elif newest_ms >= self._slower_ms:
-                self._slower_ms *= 2
+            if not self._slow_ms:
+                self._slow_ms = _SLOWDOWN * newest_ms
+            elif newest_ms >= self._slow_ms:
+                self._slow_ms *= 2
                 self._examinations.examine_more()
-        if self._may_examine_more and n >= _MIN_COMPARED:
+        # Examine more steps if those so far lack work that other steps do.
+        if self._is_comparison_due and step.n >= _MIN_COMPARED and self._ledger.n >= _MIN_EXAMINED:
+            self._is_comparison_due = False
+            phases = sums.phases
             phases_ms = {
-                name: phase.device_ms / n for name, phase in sums.phases.items() if "/" not in name
+                name: phases[name].device_ms / step.n for name in phases if "/" not in name
             }
-            if self._ledger.n >= _MIN_EXAMINED:
-                self._may_examine_more = False
-                if self._ledger.differs_from(phases_ms, sums.step.device_ms / n):
-                    self._examinations.examine_more()
+            if self._ledger.differs_from(phases_ms, step.device_ms / step.n):
+                self._examinations.examine_more()
 
     def _call_observers(self, steps: ReadSteps) -> None:
         """Call the user's observers. An observer may read or remove the timer."""
@@ -745,26 +759,29 @@ class Session:
         if has_logged:
             self._analyzer.end_callback("the timer's logging")
 
-    def _step_may_log(self, number: int, index: int) -> None:
-        """End a step in the schedule of logs. Only needed at first, and from `_log_due_at` on."""
-        if not self._has_logs_started:
-            self._has_logs_started = True
+    def _schedule_log(self, number: int, index: int) -> None:
+        """Note that a step has ended. Make a log due if one was due `lag` steps ago.
+
+        Only the first step and steps from `_log_due_at` on need this call.
+        """
+        if self._log_due_at is None:
             self._means.start(number - 1)
             self._log_due_at = self._means.next_due(number - 1)
-        self._recent.append((number, index))
-        # This step ended `lag` steps ago, so all ranks have read it.
-        oldest, _ = self._recent[0]
-        if len(self._recent) == self._recent.maxlen and oldest >= self._log_due_at:
-            self._log_due_at = self._means.next_due(oldest)
-            self._means.step_finished(oldest)
-            self._comparison.log_is_due(oldest)
+        steps = self._newest_steps
+        steps.append((number, index))
+        # If `steps` is full, its first step ended `lag` steps ago, so all ranks have read it.
+        number_read, _ = steps[0]
+        if len(steps) == steps.maxlen and number_read >= self._log_due_at:
+            self._log_due_at = self._means.next_due(number_read)
+            self._means.step_finished(number_read)
+            self._comparison.log_is_due(number_read)
 
     def _write_log(self) -> None:
         """Log the steps up to the step at which a log is due, if not every step is timed.
 
         Call it once the timed steps among them have been read.
         """
-        number, index = self._recent[0]
+        number, index = self._newest_steps[0]
         if self._means.is_logged:
             self._results.settle(number, until=index + 1)
         self._analyzer.start_callback()
@@ -780,7 +797,7 @@ class Session:
         newest = self._newest
         if not self.times_all and newest is not None:
             self._results.settle(newest, until=self.index)
-            if self._has_logs_started and newest >= self._log_due_at:
+            if self._log_due_at is not None and newest >= self._log_due_at:
                 # Log now: loggers would add a later log to their row of the next epoch.
                 self._log_due_at = self._means.next_due(newest)
                 self._means.log_at(newest)
@@ -792,18 +809,21 @@ class Session:
         self._means.log_means()
 
     def _log_last_steps(self) -> None:
+        """Log the steps since the last log, at the end of the session."""
         newest = self._newest
-        if newest is not None:
-            self._results.settle(newest, until=self.index)
-        if not self.times_all and newest is not None:
-            self._means.log_at(newest)
-        else:
+        if newest is None:
             self._means.log_means()
+            return
+        self._results.settle(newest, until=self.index)
+        if self.times_all:
+            self._means.log_means()
+        else:  # The newest step may be untimed, so give the number to log it under.
+            self._means.log_at(newest)
 
     # Other events
 
     def set_loader(self, loader: object, in_data: bool = False) -> None:
-        """Set the loader of the batches. With `in_data`, fetches are `data`, not `data/fetch`."""
+        """Set the loader of the batches. `in_data`: its fetches are `data`, not `data/fetch`."""
         self._analyzer.set_loader(loader, in_data)
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
@@ -844,7 +864,8 @@ class Session:
             self._results.count_ended(self.index - self.recorder.pending.count)
 
     def _may_read(self) -> bool:
-        # Two threads would read steps out of order. `home` is -1 once the thread of the loop ended.
+        # Only the thread of the loop may read, because two threads would read steps out of order.
+        # Once that thread has ended, `home` is -1, and any thread may read.
         return self.recorder.threads.home in (-1, get_ident())
 
     # End
