@@ -395,27 +395,30 @@ def test_host_that_is_slower_in_all_lines_is_named_in_long_runs_only(
 
 
 @pytest.mark.parametrize(
-    ("late", "steps", "straggler"),
+    ("late", "tokens", "steps", "straggler"),
     [
         # Measured on two H200, without a delay: 40 steps of FSDP2 that were bound by the host.
-        ({"forward": 8.0, "backward": 14.0}, 40, None),
+        ({"forward": 8.0, "backward": 14.0}, 100.0, 40, None),
         # The same in 1,000 steps is no chance.
-        ({"forward": 8.0, "backward": 14.0}, 1000, 0),
+        ({"forward": 8.0, "backward": 14.0}, 100.0, 1000, 0),
+        # More tokens explain it.
+        ({"forward": 8.0, "backward": 14.0}, 270.0, 40, 0),
         # A delay in one phase.
-        ({"forward": 20.0}, 40, 0),
-        ({"forward": 20.0, "backward": 6.0}, 40, 0),
+        ({"forward": 20.0}, 100.0, 40, 0),
+        ({"forward": 20.0, "backward": 6.0}, 100.0, 40, 0),
     ],
 )
 def test_host_that_varies_is_no_straggler_in_a_short_run(
-    late: dict[str, float], steps: int, straggler: int | None
+    late: dict[str, float], tokens: float, steps: int, straggler: int | None
 ) -> None:
-    def rank(**phases_ms: float) -> RankTotals:
+    def rank(tokens: float, **phases_ms: float) -> RankTotals:
         ms = {"data": 0.5, "forward": 3.0, "backward": 5.0, "optimizer": 2.0} | phases_ms
         ms["step"] = sum(ms.values())
         phases = {name: (steps * each_ms, steps) for name, each_ms in ms.items()}
-        return RankTotals(phases, 1.0, dict.fromkeys(ms, 1.0))
+        batch = BatchContent("tokens", tokens)
+        return RankTotals(phases, 1.0, dict.fromkeys(ms, 1.0), batch=batch)
 
-    ranks = compared([rank(**late), rank()])
+    ranks = compared([rank(tokens, **late), rank(100.0)])
     assert ranks.straggler == straggler
     assert ranks.suspect == (0 if straggler is None else None)
 

@@ -292,6 +292,8 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
             f" {duration(ranks.excess_ms)}{error} longer per step than the others, in"
             f" {ranks.where}; time more steps to be certain"
         )
+        if ranks.batch:
+            text += f". It has {ranks.batch}"
         yield Advice("suspect_rank", text, {"rank": ranks.suspect, "phase": ranks.phase})
     has_room = case.m.memory is None or case.m.memory.share <= _MAX_MEMORY_SHARE
     larger = "larger batches, or " if has_room else ""

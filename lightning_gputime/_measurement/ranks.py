@@ -437,7 +437,8 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     excess = _excess(totals, local_ms)
     last, total_ms = excess.last, excess.total_ms
     is_large = total_ms >= excess.min_ms
-    is_certain, error_ms = _certainty(totals, excess)
+    more_content = _more_content(totals, excess)
+    is_certain, error_ms = _certainty(totals, excess, more_content)
     is_straggler = is_large and is_certain
 
     # These are closer to the last rank than to the median of the others.
@@ -447,7 +448,12 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
 
     rows, phase = _rows(totals, local_ms), largest_part(excess.by_phase_ms)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
-    batch = _larger_batch(totals, excess) if is_large else ""
+    batch = ""
+    # Enough to explain at least half of the excess.
+    if is_large and more_content >= max(_MIN_FACTOR - 1, 0.5 * total_ms / excess.step_ms):
+        unit, amount = totals[last].batch
+        both = f"({amount:,.0f} and {amount / (1 + more_content):,.0f} per step)"
+        batch = f"{1 + more_content:.1f} times the {unit} of the others {both}"
     cause = _cause(totals, excess, batch) if is_large else None
     cause = cause or _Cause(f"in {phase} compute" if has_waits else f"in {phase}")
 
@@ -525,13 +531,20 @@ def _excess(
     )
 
 
-def _certainty(totals: Mapping[int, RankTotals], excess: _Excess) -> tuple[bool, float]:
+def _certainty(
+    totals: Mapping[int, RankTotals], excess: _Excess, more_content: float
+) -> tuple[bool, float]:
     """Return whether the excess is more than noise, and its standard error (in milliseconds).
 
     If the host of the last rank needs longer for its other phases, too, then its speed differs.
     That may be by chance: in 40 steps bound by the host, one of two equal hosts needed 2.7 times as
     long as the other. So this difference, the drift, counts as an error that shrinks with the time
-    measured.
+    measured. The content of its batches, if larger, explains a part of the drift.
+
+    Args:
+        totals: Totals of each rank.
+        excess: The last rank.
+        more_content: Result of `_more_content`.
     """
     usual_error_ms = statistics.median(totals[rank].error_ms for rank in excess.others)
     error_ms = math.hypot(totals[excess.last].error_ms, usual_error_ms)
@@ -543,7 +556,7 @@ def _certainty(totals: Mapping[int, RankTotals], excess: _Excess) -> tuple[bool,
         for name, (ms, usual_ms) in host_ms.items()
         if name != longest and usual_ms >= _MIN_PHASE * excess.step_ms
     ]
-    drift = max([1.0, *ratios]) - 1.0
+    drift = max(max([1.0, *ratios]) - 1.0 - more_content, 0.0)
     usual_host_ms = sum(usual_ms for _, usual_ms in host_ms.values())
     drift_ms = min(drift * usual_host_ms, max(excess.total_ms, 0.0))
     samples = totals[excess.last].phases[STEP][0] / _HOST_SAMPLE_MS
@@ -556,27 +569,23 @@ def _certainty(totals: Mapping[int, RankTotals], excess: _Excess) -> tuple[bool,
     return is_beyond, both_errors_ms
 
 
-def _larger_batch(totals: Mapping[int, RankTotals], excess: _Excess) -> str:
-    """Return how much more the last rank has in its batches, as part of a sentence.
+def _more_content(totals: Mapping[int, RankTotals], excess: _Excess) -> float:
+    """Return how much more the last rank has in its batches: 0.6 for 1.6 times the tokens.
 
-    Return an empty string if that is unknown, or too little to explain the excess.
+    Return 0.0 if it does not, or if that is unknown.
     """
     unit, amount = totals[excess.last].batch
     others = [totals[rank].batch for rank in excess.others]
     usual = statistics.median(other.amount for other in others)
     if not unit or not usual or any(other.unit != unit for other in others):
-        return ""
-    more, longer = amount / usual - 1, excess.total_ms / excess.step_ms
-    if more < _MIN_FACTOR - 1 or more < 0.5 * longer:
-        return ""
-    both = f"({amount:,.0f} and {usual:,.0f} per step)"
-    return f"{1 + more:.1f} times the {unit} of the others {both}"
+        return 0.0
+    return max(amount / usual - 1, 0.0)
 
 
 def _cause(totals: Mapping[int, RankTotals], excess: _Excess, batch: str) -> _Cause | None:
     """Return the factor of all lines, or the line, that makes the last rank late; None if unknown.
 
-    `batch` is the result of `_larger_batch`.
+    `batch` says how much more it has in its batches; empty if that does not explain the excess.
     """
     with_lines = [rank for rank in excess.others if totals[rank].lines]
     if 2 * len(with_lines) < len(excess.others):
