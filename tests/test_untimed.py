@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
+from fake_gpu import Adder, CostlyGPU, FakeGPU, Layer
 from fake_lightning import Loader, Model, fit, timer_of
 from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
@@ -177,25 +177,6 @@ def test_detaching_between_timed_steps_changes_no_result(
 
 
 # Timed steps cost less than 1 %
-
-
-class CostlyGPU(FakeGPU):
-    """A fake GPU whose events cost the host a known time to record."""
-
-    def __init__(self, record_us: float) -> None:
-        super().__init__()
-        self.record_ms = record_us / 1000
-
-    def event(self) -> FakeEvent:
-        self.created += 1
-        return CostlyEvent(self)
-
-
-class CostlyEvent(FakeEvent):
-    def record(self) -> None:
-        assert isinstance(self._gpu, CostlyGPU)
-        self._gpu.host_work(self._gpu.record_ms)
-        super().record()
 
 
 def train(
