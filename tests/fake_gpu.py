@@ -18,25 +18,6 @@ from lightning_gputime.testing import Loss as Loss
 from lightning_gputime.testing import work as work
 
 
-class CostlyGPU(FakeGPU):
-    """A fake GPU whose events cost the host a known time to record."""
-
-    def __init__(self, record_us: float) -> None:
-        super().__init__()
-        self.record_ms = record_us / 1000
-
-    def event(self) -> FakeEvent:
-        self.created += 1
-        return CostlyEvent(self)
-
-
-class CostlyEvent(FakeEvent):
-    def record(self) -> None:
-        assert isinstance(self._gpu, CostlyGPU)
-        self._gpu.host_work(self._gpu.record_ms)
-        super().record()
-
-
 def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) -> Iterator[Tensor]:
     """Yield batches. Each takes `host_ms` on the host, and `copy_ms` on the device."""
     for _ in range(n):
@@ -97,3 +78,22 @@ def _rows(timer: Timer) -> list[dict[str, float]]:
         }
         for row in history
     ]
+
+
+class CostlyGPU(FakeGPU):
+    """A fake GPU whose events cost the host a known time to record."""
+
+    def __init__(self, record_us: float) -> None:
+        super().__init__()
+        self.record_ms = record_us / 1000
+
+    def event(self) -> FakeEvent:
+        self.created += 1
+        return CostlyEvent(self)
+
+
+class CostlyEvent(FakeEvent):
+    def record(self) -> None:
+        assert isinstance(self._gpu, CostlyGPU)
+        self._gpu.host_work(self._gpu.record_ms)
+        super().record()
