@@ -1,5 +1,6 @@
 """Libraries without one of their private names: less is measured, which a message reports."""
 
+import gc
 import importlib
 import logging
 import sys
@@ -229,6 +230,11 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def no_names(no_gaps: pytest.MonkeyPatch) -> None:
     """Hide all private names of other libraries."""
     no_gaps.setattr(compat, "read", lambda owner, attribute: compat.MISSING)
+
+
+@pytest.fixture(autouse=True)
+def _imported_packages_are_not_collected() -> None:
+    gc.freeze()  # The libraries keep parts of each imported package.
 
 
 @contextmanager
