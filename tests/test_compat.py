@@ -234,7 +234,9 @@ def no_names(no_gaps: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _imported_packages_are_not_collected() -> None:
-    gc.freeze()  # The libraries keep parts of each imported package.
+    # The libraries keep parts of each imported package.
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
