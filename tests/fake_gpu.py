@@ -78,3 +78,22 @@ def _rows(timer: Timer) -> list[dict[str, float]]:
         }
         for row in history
     ]
+
+
+class CostlyGPU(FakeGPU):
+    """A fake GPU whose events cost the host a known time to record."""
+
+    def __init__(self, record_us: float) -> None:
+        super().__init__()
+        self.record_ms = record_us / 1000
+
+    def event(self) -> FakeEvent:
+        self.created += 1
+        return CostlyEvent(self)
+
+
+class CostlyEvent(FakeEvent):
+    def record(self) -> None:
+        assert isinstance(self._gpu, CostlyGPU)
+        self._gpu.host_work(self._gpu.record_ms)
+        super().record()

@@ -3,12 +3,14 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import ENVIRONMENT
+from conftest import Command
+from processes import run
+from test_compare import run as simulated_run
+
+from lightning_gputime._runs import saved
 
 DOCS = Path(__file__).parent.parent / "docs"
 SKILL = (DOCS / "agents/SKILL.md").read_text()
@@ -35,31 +37,30 @@ def test_pages_for_agents_have_no_broken_links() -> None:
     assert [link for link in links if not (DOCS / link).is_file()] == []
 
 
+MEASURE, PROVE = (
+    shlex.split(command.partition(" > ")[0])[1:]
+    for command in re.findall(r"```sh\n\s*(.*?)\n\s*```", SKILL)
+)
+
+
 @pytest.mark.slow
-def test_agent_commands_find_and_prove_the_fix_of_a_slow_loader(tmp_path: Path) -> None:
-    measure, prove = re.findall(r"```sh\n\s*(.*?)\n\s*```", SKILL)
+def test_agent_command_finds_a_slow_loader(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOW)
-    (tmp_path / "train_new.py").write_text(
-        SLOW.replace("batch_size=8", "batch_size=8, num_workers=4")
-    )
-
-    def run(command: str) -> str:
-        words = shlex.split(command.partition(" > ")[0])
-        return subprocess.run(
-            [sys.executable, "-m", "lightning_gputime", *words[1:]],
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-    diagnosis = json.loads(run(measure))["diagnosis"]
+    diagnosis = json.loads(run("-m", "lightning_gputime", *MEASURE, cwd=tmp_path))["diagnosis"]
     assert diagnosis["code"] == "input-bound"
     assert diagnosis["advice"]
     entry = next(row for row in diagnosis["time_breakdown"]["rows"] if row["name"] == "data")
     assert entry["speed_up"] > 2
     assert Path(entry["lines"][0]["file"]).name == "train.py"
-    # The answer is certain after 3 turns.
-    prove = prove.replace("--turns 5", "--turns 3")
-    assert json.loads(run(prove))["direction"] == "faster"
+
+
+def test_agent_command_proves_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    def save_run(script: str, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        saved.save(simulated_run(n=200, more={"data": 5.0 * (script == "train.py")}), path)
+
+    monkeypatch.setattr("lightning_gputime._auto_instrumentation.command._save_run", save_run)
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(command(*PROVE).out)["direction"] == "faster"

@@ -218,11 +218,11 @@ def test_fit_reports_the_epoch_of_a_slowdown_and_notifies_once(gpu: FakeGPU) -> 
     notified: list[Slowdown] = []
     observer = SimpleNamespace(on_slowdown=notified.append)
     timer = timer_of(gpu, every_n_steps=1, observers=[observer], warmup_steps=5)
-    fit(gpu, GrowingModel(gpu), 150, timer=timer, max_epochs=11)
+    fit(gpu, GrowingModel(gpu), 60, timer=timer, max_epochs=11)
     found = timer.summary().slowdown
     assert found is not None
-    assert (found.kind, found.since_step, found.since_epoch) == ("jump", 750, 5)
-    assert "since step 750 (epoch 5)" in str(timer.summary())
+    assert (found.kind, found.since_step, found.since_epoch) == ("jump", 300, 5)
+    assert "since step 300 (epoch 5)" in str(timer.summary())
     assert [slowdown.since_epoch for slowdown in notified] == [5]
 
 
@@ -302,11 +302,11 @@ def test_loop_reports_its_slowdown(
 def test_slowdown_is_logged_and_notified_once(loop: Loop) -> None:
     notified: list[Slowdown] = []
     observer, logger = SimpleNamespace(on_slowdown=notified.append), Logger()
-    options = {"logger": logger, "log": ["default", "slow"], "log_every_n_steps": 500}
+    options = {"logger": logger, "log": ["default", "slow"], "log_every_n_steps": 250}
     options |= {"observers": [observer]}
-    train(loop, loop.batches(4000), lambda i: 8.0 if i >= 2500 else 4.0, **options)
+    train(loop, loop.batches(2000), lambda i: 8.0 if i >= 1250 else 4.0, **options)
     [slowdown] = notified
-    assert (slowdown.kind, slowdown.since_step, slowdown.phase) == ("jump", 2500, "forward")
+    assert (slowdown.kind, slowdown.since_step, slowdown.phase) == ("jump", 1250, "forward")
     logged = [metrics.get("phase_time/lasting_change_ms") for _, metrics in logger.calls]
     assert logged[:5] == [None] * 5
     assert logged[-1] == pytest.approx(4.0, rel=0.01)

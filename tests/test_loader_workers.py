@@ -522,7 +522,12 @@ def test_training_is_bitwise_the_same_with_timed_workers(context: str, persisten
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_error_of_a_worker_reads_as_without_a_timer(context: str) -> None:
+def test_error_of_a_worker_reads_as_without_a_timer(
+    context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The loader waits for this time, by default 5 s, if its worker does not end.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
+
     def error_of(*, timed: bool) -> str:
         loader = DataLoader(FailingSamples(), 2, num_workers=1, multiprocessing_context=context)
         model = nn.Linear(2, 2)

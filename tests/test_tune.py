@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import Command
 
 from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
@@ -292,7 +291,6 @@ def test_budget_is_parsed_as_a_time(text: str, seconds: float) -> None:
 
 SCRIPT = """
 import time, torch
-import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset
 class Rows(Dataset):
     def __len__(self):
@@ -301,37 +299,29 @@ class Rows(Dataset):
         time.sleep(0.001)
         return torch.full((4,), float(i % 3)), torch.ones(1)
 torch.manual_seed(0)
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-    def training_step(self, batch, _):
-        return (self.net(batch[0]) - batch[1]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-pl.Trainer(max_epochs=100, accelerator="cpu", logger=False, enable_checkpointing=False,
-           enable_progress_bar=False).fit(Net(), DataLoader(Rows(), 16))
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for epoch in range(100):
+    for x, y in DataLoader(Rows(), 16):
+        optimizer.zero_grad()
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
 open("ended", "w").close()
 """
 
 
-def tune(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_gputime", "tune", "--json", *options, "train.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-
-
 @pytest.mark.slow
-def test_workers_are_tried_on_a_script(tmp_path: Path) -> None:
-    done = tune(tmp_path, SCRIPT, "--steps", "60", "--budget", "45s", "-o", "runs")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_workers_are_tried_on_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    def left_s(tuning: Tuning) -> float:
+        """Return the budget, which ends after one run with the change, and one without it."""
+        return 0.0 if tuning.trials and tuning.trials[0].after else 1e9
+
+    monkeypatch.setattr(Tuning, "_left_s", left_s)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    found = json.loads(command("tune", "--json", "--steps", 60, "-o", "runs", "train.py").out)
     first = found["trials"][0]
     assert first["change"].startswith("num_workers=")
     assert first["where"].startswith("train.py:")
@@ -339,17 +329,30 @@ def test_workers_are_tried_on_a_script(tmp_path: Path) -> None:
     assert first["loss_drift"] == 0.0
     assert first["promised"] > first["speed_up"]
     # The script is ended early, and not changed.
-    assert not (tmp_path / "ended").exists()
-    assert (tmp_path / "train.py").read_text() == SCRIPT
+    assert not Path("ended").exists()
+    assert Path("train.py").read_text() == SCRIPT
     assert {path.name for path in tmp_path.iterdir()} <= {"train.py", "runs"}
 
 
 @pytest.mark.slow
-def test_script_that_fails_is_reported(tmp_path: Path) -> None:
-    done = tune(tmp_path, "import torch\nraise RuntimeError('no data')\n")
-    assert done.returncode == 2
-    assert "the script failed without any change: exit code 1" in done.stderr
-    assert "RuntimeError: no data" in done.stderr
-    done = tune(tmp_path, "print(1)\n")
-    assert done.returncode == 2
-    assert "trained no step that was timed" in done.stderr
+@pytest.mark.parametrize(
+    ("script", "messages"),
+    [
+        (
+            "raise RuntimeError('no data')",
+            ["the script failed without any change: exit code 1", "RuntimeError: no data"],
+        ),
+        ("print(1)", ["trained no step that was timed"]),
+    ],
+)
+def test_script_that_fails_is_reported(
+    script: str,
+    messages: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(script)
+    err = command("tune", "train.py", code=2).err
+    assert [text for text in messages if text not in err] == []

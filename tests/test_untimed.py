@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
+from fake_gpu import MS, Adder, CostlyGPU, FakeGPU, Layer
 from fake_lightning import Loader, Model, fit, timer_of
 from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
@@ -179,25 +179,6 @@ def test_detaching_between_timed_steps_changes_no_result(
 # Timed steps cost less than 1 %
 
 
-class CostlyGPU(FakeGPU):
-    """A fake GPU whose events cost the host a known time to record."""
-
-    def __init__(self, record_us: float) -> None:
-        super().__init__()
-        self.record_ms = record_us / 1000
-
-    def event(self) -> FakeEvent:
-        self.created += 1
-        return CostlyEvent(self)
-
-
-class CostlyEvent(FakeEvent):
-    def record(self) -> None:
-        assert isinstance(self._gpu, CostlyGPU)
-        self._gpu.host_work(self._gpu.record_ms)
-        super().record()
-
-
 def train(
     gpu: FakeGPU,
     n: int,
@@ -218,19 +199,15 @@ def train(
 
 
 def test_default_sampling_costs_less_than_1_percent() -> None:
-    def total(n: int, record_us: float) -> int:
-        gpu = CostlyGPU(record_us)
-        train(gpu, n)
-        return gpu.now
-
-    timer = train(CostlyGPU(20.0), 4000)
+    long_run, short_run = CostlyGPU(20.0), CostlyGPU(20.0)
+    timer = train(long_run, 4000)
+    train(short_run, 2000)
     assert timer.history()["step"].tolist()[:100] == [*range(100)]
     share = timer.summary().measurement.timing_share
     assert share is not None
     assert 0.05 < share < 0.08  # Seven marks of 20 us in 2 ms.
     # Leave out the first steps: these are all timed, or the cost is measured in them.
-    with_cost = total(4000, 20.0) - total(2000, 20.0)
-    assert 0.002 < with_cost / (total(4000, 0.0) - total(2000, 0.0)) - 1 < 0.01
+    assert 0.002 < (long_run.now - short_run.now) / (2000 * 2.0 * MS) - 1 < 0.01
     text = str(timer.summary())
     assert ", then 1 of every " in text
     assert "log_every_n_steps" not in text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from processes import finish, start
-from wait_run import EXAMINED, LATE_MS, PLACES, STEPS, WARMUP, WAYS
+from wait_run import CASES, EXAMINED, LATE_MS, STEPS, WARMUP, WAYS
 
 pytestmark = pytest.mark.slow
 
@@ -34,15 +34,12 @@ LATE_LINES = {
 AWAITED_MODULES = {"data": "0", "forward": "1", "third layer": "3", "backward": "2"}
 """Module of `fully_shard` that the early rank waits for, by the place of the delay."""
 
-CASES = [f"{way} {place}" for way in WAYS for place in PLACES]
 
-
-@pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(" nobody")])
+@pytest.mark.parametrize(("way", "place"), [case for case in CASES if case[1] != "nobody"])
 def test_early_rank_waits_and_late_rank_takes_longer_in_its_phase(
-    ranks: list[dict[str, Any]], case: str
+    ranks: list[dict[str, Any]], way: str, place: str
 ) -> None:
-    early, late = (results[case] for results in ranks)
-    place = case.partition(" ")[2]
+    early, late = (results[f"{way} {place}"] for results in ranks)
     phase = "forward" if place == "third layer" else place
     assert early["waited_ms"] >= 20.0
     early_ms, late_ms = early["local_ms"], late["local_ms"]
@@ -53,14 +50,14 @@ def test_early_rank_waits_and_late_rank_takes_longer_in_its_phase(
     assert 1 in (early["straggler"], early["suspect"])
     assert early["phase"] == phase
     assert re.match(LATE_LINES[place], early["line"])
-    if case.startswith("FSDP2") and place in AWAITED_MODULES:
+    if way == "FSDP2" and place in AWAITED_MODULES:
         module = f"in.* `fully_shard of {AWAITED_MODULES[place]}`"
         assert any(re.search(module, note) for note in early["notes"])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.endswith(" nobody")])
-def test_balanced_ranks_take_equally_long(ranks: list[dict[str, Any]], case: str) -> None:
-    first, second = (results[case] for results in ranks)
+@pytest.mark.parametrize("way", WAYS)
+def test_balanced_ranks_take_equally_long(ranks: list[dict[str, Any]], way: str) -> None:
+    first, second = (results[f"{way} nobody"] for results in ranks)
     assert first["steps"] == second["steps"] == STEPS - WARMUP - EXAMINED
     assert abs(first["local_ms"]["step"] - second["local_ms"]["step"]) < LATE_MS / 3
     assert (first["straggler"], first["sentence"]) == (None, "")

@@ -8,13 +8,12 @@ import json
 import sys
 
 import torch.distributed
-from fake_gpu import Adder, Layer, batches
-from test_untimed import CostlyGPU
+from fake_gpu import Adder, CostlyGPU, Layer, batches
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks
 
-STEPS = 1500
+STEPS = 500
 
 
 def main(rank: int, file: str) -> None:
