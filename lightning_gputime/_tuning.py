@@ -25,8 +25,8 @@ from lightning_gputime._auto_instrumentation.command import new_folder
 from lightning_gputime._auto_instrumentation.environment import TUNE
 from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
 from lightning_gputime._diagnosis import Advice
-from lightning_gputime._measurement.units import duration, plain
 from lightning_gputime._measurement.wall_clock import ONCE
+from lightning_gputime._messages import duration, plain
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.estimates import quantile_of_t

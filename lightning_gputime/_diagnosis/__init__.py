@@ -12,7 +12,6 @@ from typing import Any, Literal
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.units import duration
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
     CHECKPOINTS,
@@ -25,6 +24,7 @@ from lightning_gputime._measurement.wall_clock import (
     TEAR_DOWN,
     VALIDATION,
 )
+from lightning_gputime._messages import duration
 from lightning_gputime._phases import (
     BACKWARD,
     COPY,

@@ -25,7 +25,6 @@ from lightning_gputime._loader.advice import advise_on_first_step, advise_on_loa
 from lightning_gputime._measurement.culprits import GC_COLLECT, of_entry
 from lightning_gputime._measurement.measurement import CostlySetting, Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import is_rare, is_uneven
-from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
     CHECKPOINTS,
@@ -39,6 +38,7 @@ from lightning_gputime._measurement.wall_clock import (
     TEAR_DOWN,
     VALIDATION,
 )
+from lightning_gputime._messages import duration, percent
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,

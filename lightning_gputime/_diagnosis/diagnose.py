@@ -35,8 +35,8 @@ from lightning_gputime._diagnosis.breakdown import (
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.outside import advice_on
 from lightning_gputime._measurement.sums import is_uneven
-from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
+from lightning_gputime._messages import duration, percent
 from lightning_gputime._phases import DATA, FORWARD
 
 # Minimum fraction of the wall clock for an entry to be the bottleneck, and to be reported. XProf

@@ -12,7 +12,7 @@ from lightning_gputime._measurement.culprits import SAMPLER, STAGES, WORKERS, of
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven
-from lightning_gputime._measurement.units import duration, percent
+from lightning_gputime._messages import duration, percent
 from lightning_gputime._output.table import Table
 from lightning_gputime._phases import DATA, FETCH
 

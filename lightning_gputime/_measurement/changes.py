@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.sums import largest_part
-from lightning_gputime._measurement.units import duration
+from lightning_gputime._messages import duration
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
-from lightning_gputime._measurement.units import percent, unit_of
+from lightning_gputime._messages import percent, unit_of
 
 CauseKind = Literal[
     "garbage_collection", "compilation", "allocator", "off_cpu", "dataloader", "callback", "ranks"

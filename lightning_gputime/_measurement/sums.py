@@ -9,7 +9,7 @@ from math import copysign, isnan, nan
 from operator import attrgetter, sub
 from typing import Any
 
-from lightning_gputime._measurement.units import percent
+from lightning_gputime._messages import percent
 from lightning_gputime._phases import (
     BACKWARD,
     FORWARD,

@@ -13,13 +13,13 @@ import numpy as np
 from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.sums import largest_part
-from lightning_gputime._measurement.units import duration, plain, unit_of
 from lightning_gputime._measurement.wall_clock import STEPS
-from lightning_gputime._messages import Named, format_value
+from lightning_gputime._messages import Named, duration, format_value, plain, unit_of
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._runs.estimates import (
+    MIN_RUNS,
     MIN_STEPS,
     OUTCOMES,
     RESOLUTION_MS,
@@ -27,16 +27,13 @@ from lightning_gputime._runs.estimates import (
     Estimate,
     Floats,
     Outcome,
+    ProportionalStep,
+    at_equal_speed,
     differences,
     mean_of_all_steps,
     mean_step,
-    typical_step,
-)
-from lightning_gputime._runs.host_speed import (
-    MIN_RUNS,
-    ProportionalStep,
-    at_equal_speed,
     proportional_step,
+    typical_step,
 )
 from lightning_gputime._runs.saved import Run, load
 
