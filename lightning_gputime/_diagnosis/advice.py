@@ -72,7 +72,7 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
         rule = _shorten_user_phase
     settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
     found = [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
-    line = entry.line or case.line
+    line = entry.line or case.main_line
     if line is not None and line.grew_to_ms:
         found.append(advise_on_growth(line))
     found += [] if rule is None or only_settings else rule(case)
@@ -192,7 +192,7 @@ def _shorten_unknown_code(case: Case) -> Iterator[Advice]:
 
 def _shorten_user_phase(case: Case) -> Iterator[Advice]:
     name = case.entry.name
-    reason = f", most of it at {case.line}" if case.line is not None else ""
+    reason = f", most of it at {case.main_line}" if case.main_line is not None else ""
     text = f"`{name}` takes {case.took}{reason}: run it less often, or make it faster"
     yield Advice("shorten", text, {"phase": name})
 
@@ -242,7 +242,7 @@ def _pause(name: str) -> Advice:
 
 def _move_to_workers(case: Case) -> Iterator[Advice]:
     target = "into the dataset, so that the workers run it"
-    if (line := case.line) is not None:
+    if (line := case.main_line) is not None:
         text = f"{line} takes {case.of_step(line.ms)}, on the CPU: move it {target}"
         yield Advice("transfer_hooks", text, {"hook": line.function})
     elif case.setup.is_own_loop:
@@ -304,7 +304,7 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
 
 def _save_less(case: Case) -> Iterator[Advice]:
     how = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
-    reason = f"most of it is at {case.line}: " if case.line is not None else ""
+    reason = f"most of it is at {case.main_line}: " if case.main_line is not None else ""
     yield Advice("save_less", f"{reason}{how}")
 
 
@@ -313,7 +313,7 @@ def _evaluate_less(case: Case) -> Iterator[Advice]:
     if case.entry.name == VALIDATION:
         how = "validate less often: check_val_every_n_epoch or val_check_interval"
         metrics_hook = "on_validation_epoch_end"
-    line, clock = case.line, case.m.wall_clock
+    line, clock = case.main_line, case.m.wall_clock
     if line is not None:
         took = f"{duration(line.ms)} of {duration(1e3 * case.entry.seconds)}"
         yield Advice("metrics", f"{line} takes {took}: make it faster")
@@ -365,7 +365,7 @@ _OUTSIDE_STEPS: Mapping[str, tuple[str, str, str]] = {
 
 def _shorten_outside_steps(case: Case) -> Iterator[Advice]:
     code, general, how = _OUTSIDE_STEPS[case.entry.name]
-    if (line := case.line) is None:
+    if (line := case.main_line) is None:
         yield Advice(code, general)
     else:
         text = f"{line} takes {duration(line.ms)}: {how}"

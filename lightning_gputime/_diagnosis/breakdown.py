@@ -370,6 +370,11 @@ def is_model_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     return model >= 0.5 * total > 0
 
 
+def is_update(line: LineRow) -> bool:
+    """Return True for the update of an optimizer, which is the code of a library."""
+    return line.is_library and line.function.endswith(".step")
+
+
 # Outside of steps
 
 

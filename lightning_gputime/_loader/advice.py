@@ -103,8 +103,8 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
             yield Advice("sampler", text, {"sampler": stage.name})
             return
     reason = of_stage
-    if not setup.num_workers and case.line is not None and case.line.calls:
-        reason = f"{case.line} takes {case.of_step(case.line.ms)}: "
+    if not setup.num_workers and case.main_line is not None and case.main_line.calls:
+        reason = f"{case.main_line} takes {case.of_step(case.main_line.ms)}: "
     loader = LoaderCase.of(m, setup)
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read device tensors.
