@@ -19,7 +19,7 @@ from lightning_gputime._diagnosis import (
     Case,
     Entry,
 )
-from lightning_gputime._diagnosis.breakdown import is_model_work
+from lightning_gputime._diagnosis.breakdown import is_model_work, is_update
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._loader.advice import advise_on_first_step, advise_on_loader
 from lightning_gputime._measurement.culprits import GC_COLLECT, of_entry
@@ -57,26 +57,32 @@ Rule = Callable[[Case], Iterator[Advice]]
 
 
 def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
-    """Return advice on an entry; empty if it takes less than 5 % of the wall clock."""
+    """Return advice on an entry; empty if it takes less than 5 % of the wall clock.
+
+    With `only_settings`, return only advice on costly settings and on code that takes ever longer.
+    """
     entry = case.entry
     is_small = entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE
     if is_small or is_short_once(entry):
         return ()
-    rule = _RULES.get(entry.name)
-    if entry.line is not None:
-        rule = _shorten_code
-    elif rule is None and case.phase in case.m.rows:
-        is_standard = case.phase in STANDARD_PHASES
-        rule = _shorten_unknown_code if is_standard else _shorten_user_phase
-    elif rule is None and CALLBACKS in entry.phases_ms:
-        rule = _shorten_user_phase
     settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
     found = [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
     line = entry.line or case.main_line
     if line is not None and line.grew_to_ms:
         found.append(advise_on_growth(line))
-    found += [] if rule is None or only_settings else rule(case)
+    if not only_settings and (rule := _rule_for(case)) is not None:
+        found += rule(case)
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
+
+
+def _rule_for(case: Case) -> Rule | None:
+    if case.entry.line is not None:
+        return _shorten_code
+    if case.entry.name in _RULES:
+        return _RULES[case.entry.name]
+    if case.phase in case.m.rows:
+        return _shorten_unknown_code if case.phase in STANDARD_PHASES else _shorten_user_phase
+    return _shorten_user_phase if CALLBACKS in case.entry.phases_ms else None
 
 
 def is_short_once(entry: Entry) -> bool:
@@ -87,10 +93,10 @@ def is_short_once(entry: Entry) -> bool:
 def _is_costly(setting: CostlySetting, case: Case) -> bool:
     """Return True if this entry is where a setting costs time."""
     line = case.entry.line
-    if setting.operation:
-        has_operation = line is not None and getattr(line, setting.operation)
-        return has_operation and case.entry.pace == "GPU"
-    if setting.entry:
+    if setting.operation:  # The setting slows down operations of the GPU.
+        runs_operation = line is not None and getattr(line, setting.operation)
+        return runs_operation and case.entry.pace == "GPU"
+    if setting.entry:  # The setting costs time in one phase.
         top = line.main_phase.partition("/")[0] if line is not None else case.entry.name
         return setting.entry in (top, *case.entry.phases_ms)
 
@@ -119,16 +125,18 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
     m, setup, entry = case.m, case.setup, case.entry
     line = entry.line
     assert line is not None
-    if line.is_library and line.function.endswith(".step"):
-        yield from _fuse_update(m, case.setup)
+    if is_update(line):
+        yield from _fuse_update(m, setup)
+        return
+    if line.is_rest:  # Many short lines: shortening one of them saves little.
         return
     times = f", {line.calls:.0f} times per step" if line.calls >= 4 else ""
     in_model = is_model_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
-    is_launch = in_model and keeps_waiting and entry.share < 0.2
-    is_short_library = line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1
-    if line.is_rest or is_launch or is_short_library:
-        return
+    if in_model and keeps_waiting and entry.share < 0.2:
+        return  # `advise_on_launches` has advice on all lines of the model together.
+    if line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1:
+        return  # The user cannot change the code of a library.
     if line.is_recomputed:
         memory = f" (now {percent(m.memory.share)} of the GPU's)" if m.memory is not None else ""
         text = (
