@@ -136,7 +136,7 @@ class LogWriter:
 
 
 class MeanLog:
-    """Write the means since the last log, every n steps. Call `connect` before all other methods.
+    """Write the means since the last log, every n steps. Call `start_run` before other methods.
 
     It logs at steps `n - 1`, `2 n - 1` and so on, as Lightning does, or at the next step if that
     number is skipped. If n is 0, nothing is logged; if it is None, only `log_means` logs.
