@@ -267,7 +267,7 @@ def by_hand(script: Path, folder: Path, options: argparse.Namespace) -> float:
         paces = []
         for i, more in enumerate(([], ["--fixed"])):
             runs = Script([str(script), *more], folder, options.steps)
-            paces.append(runs.run(2 * number + i, [], "").pace_s)
+            paces.append(runs.run(2 * number + i, [], "").recurring_s)
         logs.append(math.log(paces[0] / paces[1]))
     return math.exp(statistics.mean(logs))
 

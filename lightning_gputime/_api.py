@@ -39,7 +39,7 @@ from lightning_gputime._runs.compare import LineChange as LineChange
 from lightning_gputime._runs.compare import RunComparison as RunComparison
 from lightning_gputime._runs.compare import compare as compare
 from lightning_gputime._runs.estimates import Difference as Difference
-from lightning_gputime._runs.host_speed import ProportionalStep as ProportionalStep
+from lightning_gputime._runs.estimates import ProportionalStep as ProportionalStep
 from lightning_gputime._runs.saved import Run as Run
 from lightning_gputime._runs.saved import load as load
 

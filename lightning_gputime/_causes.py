@@ -65,7 +65,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import Clock
 
-_BLOCK_STEPS = 25  # Number of steps that are compared with the same baseline.
+_STEPS_PER_BASELINE = 25  # Number of steps that are compared with the same baseline.
 _BASELINE_STEPS = 50  # Maximum number of steps in a baseline: the newest steps.
 _NEAR_NS = 1_000_000  # Maximum distance of a sample from the mark that it belongs to.
 # Minimum host time of steps whose CPU time is sampled. A sample takes about 5 us, because the code
@@ -140,7 +140,7 @@ class SlowStepAnalyzer:
         self._readings = deque[tuple[int, int]](maxlen=100)
         self._warn_once = WarnOnce()
         self.newest: Sequence[SlowStep] = ()
-        """Slow steps in the newest batch of read steps; empty unless the log `is_followed`."""
+        """Slow steps among those that were read last; empty unless the log `is_followed`."""
 
     def attach(self) -> None:
         self._is_attached = True
@@ -181,13 +181,14 @@ class SlowStepAnalyzer:
         """Find slow steps after the warm-up. Then start a "callback" span: loggers run next."""
         all_steps, all_ms = read.measured, read.sums.each_ms[read.warmup :]
         baseline, found = self._baseline, list[SlowEvidence]()
+        # A baseline is computed again every 25 steps, so add the steps in such parts.
         try:
             for loader in self._culprits.loaders:
                 if loader.num_workers:
                     loader.look()
-            for first in range(0, len(all_steps), _BLOCK_STEPS):
-                steps = all_steps[first : first + _BLOCK_STEPS]
-                each_ms = all_ms[first : first + _BLOCK_STEPS]
+            for first in range(0, len(all_steps), _STEPS_PER_BASELINE):
+                steps = all_steps[first : first + _STEPS_PER_BASELINE]
+                each_ms = all_ms[first : first + _STEPS_PER_BASELINE]
                 self._waits += [
                     (step.finished_ns - round(step.wait_ms * 1e6), step.finished_ns)
                     for step in steps
@@ -280,7 +281,7 @@ def _collect_phases(*_: object) -> Detector:
             if detail:
                 part.attribute_host("callback", detail)
             if is_wait(name) and part.device_excess_ms:
-                part.device_causes["ranks", f"in {name}"] += part.device_excess_ms
+                part.device_causes[_CauseKey("ranks", f"in {name}")] += part.device_excess_ms
 
     return detect
 
@@ -365,14 +366,14 @@ class HostSpans:
             for start_ns, end_ns, kind, detail in inside:
                 for part in excess.parts.values():
                     if ms := part.take(start_ns, end_ns):
-                        part.host_causes[kind, detail] += ms
+                        part.host_causes[_CauseKey(kind, detail)] += ms
                         part.host_left_ms = max(part.host_left_ms - ms, 0.0)
             for part in excess.longest_parts():
-                for kind, detail in [*part.host_causes]:
-                    if kind == "compilation":
+                for cause in [*part.host_causes]:
+                    if cause.kind == "compilation":
                         # In the rest of the excess, the new code was loaded and run for the first
                         # time.
-                        part.attribute_host(kind, detail)
+                        part.attribute_host("compilation", cause.detail)
 
         return detect if spans else None
 
@@ -553,7 +554,7 @@ class Baseline:
         self.steps.extend(steps)
         self.each_ms.extend(each_ms)
         self._n_new += len(steps)
-        if len(self.steps) < 10 or (self.is_ready and self._n_new < _BLOCK_STEPS):
+        if len(self.steps) < 10 or (self.is_ready and self._n_new < _STEPS_PER_BASELINE):
             return False
         self.is_ready, self._n_new, self._medians = True, 0, None
         self.step_ms = median(self.each_ms)
@@ -566,7 +567,7 @@ class Baseline:
         return True
 
     def medians(self) -> Medians:
-        """Return the medians, which are computed on request: most blocks have no slow step."""
+        """Return the medians, which are computed on request: most baselines meet no slow step."""
         if self._medians is not None:
             return self._medians
         # A step may have several marks of a part, whose times add up. In steps without the part,
@@ -615,10 +616,15 @@ def _innermost_phases(labels: tuple[str, ...]) -> Sequence[str]:
     return [names[-1] if names else "" for names in resolve_labels(labels)]
 
 
-_Causes = defaultdict[tuple[CauseKind, str], float]
-"""Times by kind and detail of their cause (in milliseconds)."""
+class _CauseKey(NamedTuple):
+    kind: CauseKind | None  # None for time without a cause.
+    detail: str
 
-_NO_CAUSE: tuple[Any, str] = (None, "")  # Key of the time without a cause.
+
+_Causes = defaultdict[_CauseKey, float]
+"""Times by cause (in milliseconds)."""
+
+_NO_CAUSE = _CauseKey(None, "")
 
 
 class _Part:
@@ -655,7 +661,7 @@ class _Part:
         """Attribute the rest of the host excess, at most `max_ms`. Return the attributed time."""
         ms = max(min(self.host_left_ms, max_ms), 0.0)
         if ms:
-            self.host_causes[kind, detail] += ms
+            self.host_causes[_CauseKey(kind, detail)] += ms
             self.host_left_ms -= ms
         return ms
 
@@ -751,9 +757,10 @@ class Excess:
         all_ms = sum(exposed_ms.values())
         share = min(step_excess_ms / all_ms, 1.0) if all_ms else 0.0
         causes = {
-            key: Cause(key[0], host_ms[key], ms * share, key[1])
+            key: Cause(key.kind, host_ms[key], ms * share, key.detail)
             for key, ms in exposed_ms.items()
-            if ms * share >= 0.05 * step_excess_ms  # Smaller causes count as unexplained.
+            if key.kind is not None
+            and ms * share >= 0.05 * step_excess_ms  # Smaller causes count as unexplained.
         }
         ordered = sorted(causes.values(), key=lambda cause: cause.exposed_ms, reverse=True)
         unexplained_ms = max(step_excess_ms - sum(cause.exposed_ms for cause in ordered), 0.0)
@@ -764,7 +771,7 @@ class Excess:
         for phase, causes_ms in phases_ms.items():
             left_ms[phase] = sum(ms for key, ms in causes_ms.items() if key not in causes)
             for key, ms in causes_ms.items():
-                if key in causes and key[0] not in HAVE_PHASES:
+                if key in causes and key.kind not in HAVE_PHASES:
                     lost, name = lost_ms.setdefault(phase, {}), causes[key].name
                     lost[name] = lost.get(name, 0.0) + ms * share
         # Divide the unexplained excess among the phases, in proportion to their time without a

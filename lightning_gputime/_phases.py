@@ -76,8 +76,9 @@ SUB_PHASES = (*(f"{phase}/{COMM}" for phase in PHASES), FETCH, COPY)
 # Labels of the code after a phase that the user named.
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 
-# Phases of labels that depend on the next label; `other` if it has no entry here.
-_PENDING: Mapping[str, Mapping[str | None, str]] = {
+# By label: the phase of its time, by the work that follows (see `_following`; None at the end of a
+# micro-batch). It is `other` if there is no entry.
+_PHASE_BY_NEXT: Mapping[str, Mapping[str | None, str]] = {
     # In a step with a closure, only the mark at its end shows that there was an update.
     AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER},
     AFTER_BACKWARD: {OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
@@ -214,8 +215,7 @@ class StepRecord(NamedTuple):
         return sum(ms for label, ms in labels_and_ms if label == EVALUATION_IN_STEP)
 
     def times(self) -> StepTimes:
-        # Computed on request and not cached: most steps are only summed, which needs only the raw
-        # record.
+        """Return the times by phase. Most steps are only summed, so do not store the result."""
         phases = resolve_labels(self.labels)
         phase_ms: dict[str, float] = {}
         host_ms: dict[str, float] = {}
@@ -254,17 +254,20 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     A sub-phase follows its parents. Time outside of steps has no names.
     """
     intervals = iter(_intervals([label for label in labels if label not in INTERRUPTIONS]))
-    resolved = []
-    current = _Interval(EXCLUDED, EXCLUDED)
+    resolved: list[tuple[str, ...]] = []
+    current = _Interval(EXCLUDED, EXCLUDED)  # Before the first mark that is no interruption.
     for label in labels:
         if label not in INTERRUPTIONS:
             current = next(intervals)
         name = current.phase
-        if label in (WAITS, RECEIVES) and name not in IN_NO_STEP:
-            waiting = current.receiving_phase if label == RECEIVES else name
-            name = f"{waiting.partition('/')[0]}/{COMM}"
+        if name in IN_NO_STEP:
+            resolved.append(())
+            continue
+        if label in (WAITS, RECEIVES):
+            interrupted = current.receiving_phase if label == RECEIVES else name
+            name = f"{interrupted.partition('/')[0]}/{COMM}"
         with_parents = itertools.accumulate(name.split("/"), "{}/{}".format)
-        resolved.append(() if name in IN_NO_STEP else tuple(with_parents))
+        resolved.append(tuple(with_parents))
     return tuple(resolved)
 
 
@@ -275,32 +278,41 @@ class _Interval(NamedTuple):
 
 def _intervals(labels: Sequence[str]) -> list[_Interval]:
     """Return the interval after each mark of a step without interruptions."""
-    # The next label decides, so go from the last label to the first.
     intervals = []
+    # Work that follows in the same micro-batch: FORWARD, BACKWARD, OPTIMIZER, GRAD, AFTER_UPDATE.
     following: str | None = None
+    # What follows decides, so go from the last label to the first.
     for label in reversed(labels):
-        phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
+        phase = label
+        if label in _PHASE_BY_NEXT:
+            phase = _PHASE_BY_NEXT[label].get(following, OTHER)
         receiving_phase = phase
-        if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
+        if phase in (DATA, LOSS, OTHER) and following in (FORWARD, BACKWARD):
             receiving_phase = following
         elif label == AFTER_BACKWARD:
             # After backward, the data that a stage has sent is still in transit.
             receiving_phase = BACKWARD
         intervals.append(_Interval(phase, receiving_phase))
-        top_level = phase.partition("/")[0]
-        if label in (AFTER_UPDATE, LEFT):
-            # Only the end of an update is marked, so code between backward and update, such as
-            # clipping, counts as `optimizer`.
-            following = AFTER_UPDATE
-        elif label == GRAD:
-            # A gradient that precedes this one must not count as `loss`.
-            following = BACKWARD if phase == LOSS else GRAD
-        elif label not in _PENDING and top_level in (FORWARD, BACKWARD, OPTIMIZER):
-            following = top_level
-        elif top_level == DATA or label == CALLBACKS:
-            # Another micro-batch follows. A callback may run inside this callback.
-            following = None
+        following = _following(label, phase, following)
     return intervals[::-1]
+
+
+def _following(label: str, phase: str, following: str | None) -> str | None:
+    """Return the work that follows the time before a mark, by the work that follows the mark."""
+    top_level = phase.partition("/")[0]
+    if label in (AFTER_UPDATE, LEFT):
+        # Only the end of an update is marked, so code between backward and update, such as
+        # clipping, counts as `optimizer`.
+        return AFTER_UPDATE
+    if label == GRAD:
+        # A gradient that precedes this one must not count as `loss`.
+        return BACKWARD if phase == LOSS else GRAD
+    if label not in _PHASE_BY_NEXT and top_level in (FORWARD, BACKWARD, OPTIMIZER):
+        return top_level
+    if top_level == DATA or label == CALLBACKS:
+        # Another micro-batch follows. A callback may run inside this callback.
+        return None
+    return following
 
 
 def is_wait(name: str) -> bool:
@@ -330,7 +342,7 @@ def label_of_callback(callback: object, hook: str) -> str:
 
 
 def of_one_callback(name: str) -> str:
-    """Return the callback and hook that a sub-phase of `callbacks` times; empty for other phases.
+    """Return the callback and hook whose time a phase is; empty if it is no such sub-phase.
 
     Such sub-phases appear in the verdict and in `history`, but not in logs.
     """

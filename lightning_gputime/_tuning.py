@@ -25,8 +25,8 @@ from lightning_gputime._auto_instrumentation.command import new_folder
 from lightning_gputime._auto_instrumentation.environment import TUNE
 from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
 from lightning_gputime._diagnosis import Advice
-from lightning_gputime._measurement.units import duration, plain
 from lightning_gputime._measurement.wall_clock import ONCE
+from lightning_gputime._messages import duration, plain
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.estimates import quantile_of_t
@@ -116,8 +116,9 @@ _SLOW_LOADER = ("iterate_over_steps", "workers", "num_workers", "cheaper_transfo
 
 
 def propose(advice: Advice, report: Report) -> Iterator[Change]:
-    for kind, change in _CHANGES.get(advice.parameters.get("setting", advice.code), {}).items():
-        if not kind or kind in report.sites:
+    """Yield the changes that an advice suggests, if the script constructs the object to change."""
+    for target, change in _CHANGES.get(advice.parameters.get("setting", advice.code), {}).items():
+        if not target or target in report.sites:
             yield change
     if advice.code == "fused":
         name = str(advice.parameters["optimizer"]).rpartition(".")[2]
@@ -149,8 +150,11 @@ class Result:
     report: Report
 
     @property
-    def pace_s(self) -> float:
-        """Wall-clock time without entries that occur once, such as set-up (in seconds)."""
+    def recurring_s(self) -> float:
+        """Wall-clock time without entries that occur once, such as set-up (in seconds).
+
+        Runs have the same number of steps, so their ratio is the speed-up of a long training.
+        """
         wall_clock = self.run.summary().wall_clock
         assert wall_clock is not None
         return sum(s for name, s in wall_clock.entries_s.items() if name not in ONCE)
@@ -242,10 +246,11 @@ class Parity:
         n = min(map(len, (*before, *after)))
         if not n:
             return cls(0.0, 0.0, 0.0, is_bitwise=False)
+        # Arrays of shape (runs, steps).
         first, second = (np.array([losses[:n] for losses in runs]) for runs in (before, after))
         means = first.mean(axis=1), second.mean(axis=1)  # Of each run.
         chance = math.inf
-        if freedom := len(before) + len(after) - 2:
+        if freedom := len(before) + len(after) - 2:  # Student's test with pooled variance.
             variance = sum(((runs - runs.mean()) ** 2).sum() for runs in means) / freedom
             error = math.sqrt(variance * (1 / len(before) + 1 / len(after)))
             chance = float(quantile_of_t(freedom, 0.95)) * error
@@ -284,7 +289,7 @@ class Trial:
 
     @property
     def speed_up(self) -> SpeedUp:
-        return SpeedUp.of([r.pace_s for r in self.before], [r.pace_s for r in self.after])
+        return SpeedUp.of([r.recurring_s for r in self.before], [r.recurring_s for r in self.after])
 
     @property
     def parity(self) -> Parity:
@@ -315,12 +320,9 @@ class Trial:
     @property
     def is_decided(self) -> bool:
         """True if no further pair of runs is needed."""
-        is_look = len(self.after) in _LOOKS
-        return (
-            self.outcome.startswith("rejected")
-            or (self.is_kept and is_look)
-            or (len(self.after) == _LOOKS[-1])
-        )
+        n = len(self.after)
+        is_kept_at_look = n in _LOOKS and self.is_kept
+        return n == _LOOKS[-1] or is_kept_at_look or self.outcome.startswith("rejected")
 
 
 @dataclass(slots=True)
@@ -349,7 +351,7 @@ class Tuning(Tabular):
         """Try changes until there are no more. Raise RunError if the script fails without any."""
         best = self.baseline = self._result([])
         steps, headline = best.report.steps, best.run.summary().verdict
-        _print_progress(f"{steps} steps in {duration(1e3 * best.pace_s)}: {headline}")
+        _print_progress(f"{steps} steps in {duration(1e3 * best.recurring_s)}: {headline}")
         while trial := next(self._proposed(best), None):
             self.trials.append(trial)
             if trial.change.effect == "numerics" and not self.allow_numerics:

@@ -142,7 +142,7 @@ def test_series_of_steps_has_bounded_memory() -> None:
     for first in range(0, 1_000_000, 25):
         step_ms = 100.0 if first < 600_000 else 120.0
         series.add(first + 24, 25, 25 * step_ms, {"forward": step_ms})
-        sizes.append(len(series._windows))
+        sizes.append(len(series._segments))
     assert max(sizes) == 256
     found = found_in(series)
     assert found.change == pytest.approx(0.2, rel=1e-2)

@@ -16,7 +16,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-FLOORS = """_messages _phases _measurement.units testing, _compat, _record, _ledger,
+FLOORS = """_messages _phases testing, _compat, _record, _ledger,
     _loader.__init__, _measurement, _attribution _instrumentation,
     _diagnosis.__init__ _output.table, _loader, _diagnosis, _output, _options, _causes,
     _runs _session, _timer,

@@ -32,7 +32,7 @@ from lightning_gputime._loader.stages import (
     StagedLoaders,
     WorkerTimer,
 )
-from lightning_gputime._measurement.culprits import Culprit, CulpritSums, Stage
+from lightning_gputime._measurement.culprits import Culprit, CulpritSums, LoaderStage
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import PhaseStats
 
@@ -82,7 +82,9 @@ class Stream(OnClock, IterableDataset[Tensor]):
 
 
 def two_workers(now_ns: Callable[[], int] = time.perf_counter_ns) -> LoaderWorkers:
-    return LoaderWorkers(2, Stage("dataset", "Photos"), Stage("collate", "pad"), now_ns=now_ns)
+    return LoaderWorkers(
+        2, LoaderStage("dataset", "Photos"), LoaderStage("collate", "pad"), now_ns=now_ns
+    )
 
 
 MakeBatches = Callable[..., None]

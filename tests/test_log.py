@@ -26,7 +26,7 @@ def logger() -> Logger:
 
 def mean_log(every_n_steps: int, *loggers: Any, publish: Any = None) -> MeanLog:
     log = MeanLog(every_n_steps, LogWriter("p", loggers, publish))
-    log.connect(Results(10, 0), is_sampled=False, is_logged=True)
+    log.set_source(Results(10, 0), is_sampled=False, is_logged=True)
     return log
 
 

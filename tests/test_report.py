@@ -21,8 +21,8 @@ from lightning_gputime import Cause, Run, SlowStep, compare, load
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
-from lightning_gputime._measurement.units import unit_of
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._messages import unit_of
 from lightning_gputime._output.page import page, phases_over_steps, thin_out, trend, with_gaps
 
 pytest.importorskip("bokeh")

@@ -15,7 +15,7 @@ from processes import run
 from lightning_gputime import compare
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.units import duration, unit_of
+from lightning_gputime._messages import duration, unit_of
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, show
 

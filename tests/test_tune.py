@@ -269,8 +269,8 @@ def test_uncertain_change_leaves_half_of_the_budget(monkeypatch: pytest.MonkeyPa
     def seconds(codes: Sequence[str]) -> float:
         now.s += 10.0
         # The first change is faster on average, but by less than the difference between runs.
-        pace_s = next(fused_s) if "Adam(fused=True)" in codes else 4.4
-        return pace_s / (1 + ("num_workers=4" in codes))
+        recurring_s = next(fused_s) if "Adam(fused=True)" in codes else 4.4
+        return recurring_s / (1 + ("num_workers=4" in codes))
 
     tuning = tuned(FakeScript([FUSED, WORKERS], seconds), budget_s=400.0)
     found = {trial.change.code: len(trial.after) for trial in tuning.trials}

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.units import duration
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
     CHECKPOINTS,
@@ -25,6 +24,7 @@ from lightning_gputime._measurement.wall_clock import (
     TEAR_DOWN,
     VALIDATION,
 )
+from lightning_gputime._messages import duration
 from lightning_gputime._phases import (
     BACKWARD,
     COPY,
@@ -212,11 +212,14 @@ class Case:
         return self.entry.name.removesuffix(NOT_EXAMINED)
 
     @property
-    def line(self) -> LineRow | None:
-        """Longest code of the user in the entry; None if all of it takes little of the entry."""
-        all_ms = sum(line.ms for line in self.entry.lines)
-        lines = (line for line in self.entry.lines if line.file)
-        return next((line for line in lines if line.ms >= MIN_OF_ENTRY * all_ms), None)
+    def main_line(self) -> LineRow | None:
+        """Longest code of the user in `entry.lines`; None if it takes less than a quarter of all.
+
+        For an entry that is itself code, see `entry.line`.
+        """
+        lines = self.entry.lines
+        min_ms = MIN_OF_ENTRY * sum(line.ms for line in lines)
+        return next((line for line in lines if line.file and line.ms >= min_ms), None)
 
     @property
     def took(self) -> str:

@@ -19,13 +19,12 @@ from lightning_gputime._diagnosis import (
     Case,
     Entry,
 )
-from lightning_gputime._diagnosis.breakdown import is_model_work
+from lightning_gputime._diagnosis.breakdown import is_model_work, is_update
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._loader.advice import advise_on_first_step, advise_on_loader
 from lightning_gputime._measurement.culprits import GC_COLLECT, of_entry
 from lightning_gputime._measurement.measurement import CostlySetting, Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import is_rare, is_uneven
-from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
     CHECKPOINTS,
@@ -39,6 +38,7 @@ from lightning_gputime._measurement.wall_clock import (
     TEAR_DOWN,
     VALIDATION,
 )
+from lightning_gputime._messages import duration, percent
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACKS,
@@ -57,26 +57,32 @@ Rule = Callable[[Case], Iterator[Advice]]
 
 
 def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
-    """Return advice on an entry; empty if it takes less than 5 % of the wall clock."""
+    """Return advice on an entry; empty if it takes less than 5 % of the wall clock.
+
+    With `only_settings`, return only advice on costly settings and on code that takes ever longer.
+    """
     entry = case.entry
     is_small = entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE
     if is_small or is_short_once(entry):
         return ()
-    rule = _RULES.get(entry.name)
-    if entry.line is not None:
-        rule = _shorten_code
-    elif rule is None and case.phase in case.m.rows:
-        is_standard = case.phase in STANDARD_PHASES
-        rule = _shorten_unknown_code if is_standard else _shorten_user_phase
-    elif rule is None and CALLBACKS in entry.phases_ms:
-        rule = _shorten_user_phase
     settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
     found = [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
-    line = entry.line or case.line
+    line = entry.line or case.main_line
     if line is not None and line.grew_to_ms:
         found.append(advise_on_growth(line))
-    found += [] if rule is None or only_settings else rule(case)
+    if not only_settings and (rule := _rule_for(case)) is not None:
+        found += rule(case)
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
+
+
+def _rule_for(case: Case) -> Rule | None:
+    if case.entry.line is not None:
+        return _shorten_code
+    if case.entry.name in _RULES:
+        return _RULES[case.entry.name]
+    if case.phase in case.m.rows:
+        return _shorten_unknown_code if case.phase in STANDARD_PHASES else _shorten_user_phase
+    return _shorten_user_phase if CALLBACKS in case.entry.phases_ms else None
 
 
 def is_short_once(entry: Entry) -> bool:
@@ -87,10 +93,10 @@ def is_short_once(entry: Entry) -> bool:
 def _is_costly(setting: CostlySetting, case: Case) -> bool:
     """Return True if this entry is where a setting costs time."""
     line = case.entry.line
-    if setting.operation:
-        has_operation = line is not None and getattr(line, setting.operation)
-        return has_operation and case.entry.pace == "GPU"
-    if setting.entry:
+    if setting.operation:  # The setting slows down operations of the GPU.
+        runs_operation = line is not None and getattr(line, setting.operation)
+        return runs_operation and case.entry.pace == "GPU"
+    if setting.entry:  # The setting costs time in one phase.
         top = line.main_phase.partition("/")[0] if line is not None else case.entry.name
         return setting.entry in (top, *case.entry.phases_ms)
 
@@ -119,16 +125,18 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
     m, setup, entry = case.m, case.setup, case.entry
     line = entry.line
     assert line is not None
-    if line.is_library and line.function.endswith(".step"):
-        yield from _fuse_update(m, case.setup)
+    if is_update(line):
+        yield from _fuse_update(m, setup)
+        return
+    if line.is_rest:  # Many short lines: shortening one of them saves little.
         return
     times = f", {line.calls:.0f} times per step" if line.calls >= 4 else ""
     in_model = is_model_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
-    is_launch = in_model and keeps_waiting and entry.share < 0.2
-    is_short_library = line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1
-    if line.is_rest or is_launch or is_short_library:
-        return
+    if in_model and keeps_waiting and entry.share < 0.2:
+        return  # `advise_on_launches` has advice on all lines of the model together.
+    if line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1:
+        return  # The user cannot change the code of a library.
     if line.is_recomputed:
         memory = f" (now {percent(m.memory.share)} of the GPU's)" if m.memory is not None else ""
         text = (
@@ -192,7 +200,7 @@ def _shorten_unknown_code(case: Case) -> Iterator[Advice]:
 
 def _shorten_user_phase(case: Case) -> Iterator[Advice]:
     name = case.entry.name
-    reason = f", most of it at {case.line}" if case.line is not None else ""
+    reason = f", most of it at {case.main_line}" if case.main_line is not None else ""
     text = f"`{name}` takes {case.took}{reason}: run it less often, or make it faster"
     yield Advice("shorten", text, {"phase": name})
 
@@ -242,7 +250,7 @@ def _pause(name: str) -> Advice:
 
 def _move_to_workers(case: Case) -> Iterator[Advice]:
     target = "into the dataset, so that the workers run it"
-    if (line := case.line) is not None:
+    if (line := case.main_line) is not None:
         text = f"{line} takes {case.of_step(line.ms)}, on the CPU: move it {target}"
         yield Advice("transfer_hooks", text, {"hook": line.function})
     elif case.setup.is_own_loop:
@@ -306,7 +314,7 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
 
 def _save_less(case: Case) -> Iterator[Advice]:
     how = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
-    reason = f"most of it is at {case.line}: " if case.line is not None else ""
+    reason = f"most of it is at {case.main_line}: " if case.main_line is not None else ""
     yield Advice("save_less", f"{reason}{how}")
 
 
@@ -315,7 +323,7 @@ def _evaluate_less(case: Case) -> Iterator[Advice]:
     if case.entry.name == VALIDATION:
         how = "validate less often: check_val_every_n_epoch or val_check_interval"
         metrics_hook = "on_validation_epoch_end"
-    line, clock = case.line, case.m.wall_clock
+    line, clock = case.main_line, case.m.wall_clock
     if line is not None:
         took = f"{duration(line.ms)} of {duration(1e3 * case.entry.seconds)}"
         yield Advice("metrics", f"{line} takes {took}: make it faster")
@@ -367,7 +375,7 @@ _OUTSIDE_STEPS: Mapping[str, tuple[str, str, str]] = {
 
 def _shorten_outside_steps(case: Case) -> Iterator[Advice]:
     code, general, how = _OUTSIDE_STEPS[case.entry.name]
-    if (line := case.line) is None:
+    if (line := case.main_line) is None:
         yield Advice(code, general)
     else:
         text = f"{line} takes {duration(line.ms)}: {how}"

@@ -1,7 +1,7 @@
 """Time breakdown of a training run: its wall clock, divided into entries."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_gputime._diagnosis import (
@@ -55,21 +55,22 @@ _MIN_PACE = 0.6  # Minimum fraction of an entry's time in which the host or the 
 
 @dataclass(slots=True)
 class _Group:
-    """Time of some phases inside steps, as fractions of the step."""
+    """Phases inside steps that share a reason, and their time as a fraction of the step."""
 
     share: float = 0.0
     error: float = 0.0  # Half-width of the 95 % confidence interval of `share`.
-    phases: dict[str, float] = field(default_factory=dict)  # With sub-phases.
+    phases: dict[str, float] = field(default_factory=dict)  # Without the time of sub-phases.
 
 
 @dataclass(slots=True)
 class _Part:
-    """Time of code, or of a phase, inside steps, as fractions of the step by top-level phase."""
+    """An entry inside steps: its time by top-level phase, as fractions of the step."""
 
-    line: LineRow | None = None
+    line: LineRow | None = None  # Code that the entry is about, if any.
+    # Time in which the GPU or the host sets the pace.
     gpu: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     host: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    error: float = 0.0
+    error: float = 0.0  # Half-width of the 95 % confidence interval of `share`.
 
     @property
     def share(self) -> float:
@@ -158,13 +159,15 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
         return moved
 
     for name, row in m.rows.items():
-        inner = [m.rows[other].share for other in m.rows if other.rpartition("/")[0] == name]
-        own = max(row.share - sum(inner), 0.0)
+        sub_phases = [other for other in m.rows if other.rpartition("/")[0] == name]
+        own = max(row.share - sum(m.rows[sub_phase].share for sub_phase in sub_phases), 0.0)
         group = groups[group_of(name)]
         group.share += own
         group.phases[name] = own
+        # The error of a phase includes the errors of sub-phases in the same group.
         if "/" not in name or group_of(name) != group_of(name.partition("/")[0]):
             group.error = (group.error**2 + row.share_error**2) ** 0.5
+    # From here on, move time from phases to the reasons for it.
     move(CALLBACKS, SAVES, saves_share)  # In a step, checkpoints are part of callbacks.
     if m.slow is not None:
         for name, causes in m.slow.lost_shares.items():
@@ -172,16 +175,8 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
                 if cause != UNEXPLAINED:
                     move(group_of(name), f"{SLOW}{cause}", share)
     model = [name for name in MODEL_PHASES if name in groups]
-    compiled_code = of_entry(m.culprits, COMPILATIONS)
-    steps = m.steps + m.untimed_steps + m.warmup_steps
-    # Exclude compilations in the first step, which is a separate entry. Nearly all of that step is
-    # compilation, so subtract all of it.
-    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
-    compiled_s = sum(code.seconds for code in compiled_code) - first_s
-    is_frequent = steps and sum(code.calls for code in compiled_code) >= 0.1 * steps
-    compiled_share = 1e3 * compiled_s / (steps * m.step.mean_ms) if is_frequent else 0.0
-    # Frequent compilations lengthen all steps, so they are not causes of slow steps.
-    missing_share = (compiled_share if compiled_share >= 0.2 else 0.0) - groups[COMPILATIONS].share
+    # The causes of slow steps may already include a part of the compilations.
+    missing_share = _compiled_share(m) - groups[COMPILATIONS].share
     for name in model:
         missing_share -= move(name, COMPILATIONS, missing_share)
     if (ranks := m.ranks) is not None and ranks.straggler is not None:
@@ -198,27 +193,40 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
     return {name: group for name, group in groups.items() if group.share > 0}
 
 
+def _compiled_share(m: Measurement) -> float:
+    """Return the fraction of all steps that frequent compilations take, if it is 20 % or more.
+
+    Frequent compilations lengthen most steps, so the steps that they lengthen are not slow.
+    """
+    code = of_entry(m.culprits, COMPILATIONS)
+    steps = m.steps + m.untimed_steps + m.warmup_steps
+    if not steps or sum(compiled.calls for compiled in code) < 0.1 * steps:
+        return 0.0
+    # Exclude compilations in the first step, which is a separate entry. Nearly all of that step is
+    # compilation, so subtract all of it.
+    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
+    compiled_s = sum(compiled.seconds for compiled in code) - first_s
+    share = 1e3 * compiled_s / (steps * m.step.mean_ms)
+    return share if share >= 0.2 else 0.0
+
+
 def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -> dict[str, _Part]:
     """Divide the groups into the entries of a step.
 
-    Groups that a verdict names stay whole. The phases of the model, callbacks and other code are
-    divided by the code that is the reason for their time.
+    Groups that a verdict names stay undivided. The phases of the model, callbacks and other code
+    are divided by the code that is the reason for their time.
     """
     parts = defaultdict[str, _Part](_Part)
     group_of_phase = {phase: name for name, group in groups.items() for phase in group.phases}
     # In a loop that only calls `step()`, `data` is all the time before forward.
     has_data = not setup.is_own_loop or setup.has_loader or FETCH in m.rows
 
-    def is_whole(name: str) -> bool:
+    def is_undivided(name: str) -> bool:
         if name == DATA and m.examined_steps and not has_data:
             return False
         return name in CODES or name not in STANDARD_PHASES or name in (TIMING, NOT_SAMPLED)
 
-    def part_of(row: LineRow, *, is_idle: bool = False) -> _Part:
-        """Return the entry of some code; of idle time, the group in which the code waited."""
-        name = group_of_phase.get(row.main_phase, "") if is_idle else ""
-        if name and is_whole(name):
-            return parts[name]
+    def part_of_code(row: LineRow) -> _Part:
         part = parts[str(row).replace("`", "")]
         part.line = part.line or row
         return part
@@ -230,35 +238,45 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
             parts[name].error = group.error
             continue
         for phase, own in group.phases.items():
-            share, top = group.share * own / known, phase.partition("/")[0]
-            error = group.error * own / known
-            if m.on_host_clock or m.host_paced:
-                host_paced = m.host_paced.get(phase, 1.0)
-            else:  # A run of version 5. The host waits for the GPU only if the GPU sets the pace.
-                host_paced = float(m.host_wait_mean_ms < _MIN_WAIT * m.step.mean_ms)
+            top = phase.partition("/")[0]
+            share, error = group.share * own / known, group.error * own / known
             rows = [row for row in m.lines if not row.entry and phase in row.phases]
             all_ms = sum(row.phases[phase].ms for row in rows)
             if not all_ms:
                 # Without lines, a trainer's callbacks are known.
                 callback = CHECKPOINTS if phase == SAVES else of_one_callback(phase)
-                part = parts[name if is_whole(name) else callback or top]
+                part = parts[name if is_undivided(name) else callback or top]
+                host_paced = _host_paced(m, phase)
                 part.add(top, (1 - host_paced) * share, host_paced * share, error)
                 continue
             for row in rows:
-                found = row.phases[phase]
-                of_phase = found.ms / all_ms
-                factor = share / all_ms
-                part = parts[name]
-                if not is_whole(name):
-                    part = part_of(row) if row.function else parts[f"{top}{NOT_EXAMINED}"]
-                estimate = row.error_ms * found.ms / (row.ms or 1.0) / (m.step.mean_ms or 1.0)
-                total_error = ((error * of_phase) ** 2 + estimate**2) ** 0.5
-                own_host_ms = found.host_ms - found.idle_ms
-                part.add(top, factor * found.gpu_ms, factor * own_host_ms, total_error)
-                if found.idle_ms:
-                    idle = part_of(row, is_idle=True)
-                    idle.add(top, 0.0, factor * found.idle_ms, 0.0)
+                in_phase = row.phases[phase]
+                if is_undivided(name):
+                    part = parts[name]
+                else:
+                    part = part_of_code(row) if row.function else parts[f"{top}{NOT_EXAMINED}"]
+                of_row = in_phase.ms / (row.ms or 1.0)
+                error_of_row = row.error_ms * of_row / (m.step.mean_ms or 1.0)
+                total_error = ((error * in_phase.ms / all_ms) ** 2 + error_of_row**2) ** 0.5
+                scale = share / all_ms
+                own_host_ms = in_phase.host_ms - in_phase.idle_ms
+                part.add(top, scale * in_phase.gpu_ms, scale * own_host_ms, total_error)
+                if in_phase.idle_ms:
+                    # The reason for the GPU's idle time is what the code waited in: the group of
+                    # its main phase, if that is undivided.
+                    main_group = group_of_phase.get(row.main_phase, "")
+                    is_group = main_group and is_undivided(main_group)
+                    part = parts[main_group] if is_group else part_of_code(row)
+                    part.add(top, 0.0, scale * in_phase.idle_ms, 0.0)
     return {name: part for name, part in parts.items() if part.share > 0}
+
+
+def _host_paced(m: Measurement, phase: str) -> float:
+    """Return the fraction of a phase in which the host sets the pace."""
+    if m.on_host_clock or m.host_paced:
+        return m.host_paced.get(phase, 1.0)
+    # A run of version 5. The host waits for the GPU only if the GPU sets the pace.
+    return float(m.host_wait_mean_ms < _MIN_WAIT * m.step.mean_ms)
 
 
 def _entry_in_steps(
@@ -270,6 +288,7 @@ def _entry_in_steps(
     setup: TrainingSetup,
     wall_s: float,
 ) -> Entry:
+    """Return an entry that takes `share` of the wall clock. All steps take `steps_share`."""
     host = sum(part.host.values())
     pace = ""
     if part.share and name not in (TIMING, NOT_SAMPLED) and not m.on_host_clock:
@@ -279,33 +298,18 @@ def _entry_in_steps(
     tops = {*part.gpu, *part.host}
     rows = [m.rows[top] for top in tops if top in m.rows]
     n, step_ms = m.steps + m.untimed_steps, m.step.mean_ms
-    if name == COMPILATIONS:
-        # A few compilations are necessary: the first of each graph.
-        compilations = sum(code.calls for code in of_entry(m.culprits, COMPILATIONS))
-        is_in_few_steps = 0 < compilations < 5
-    else:
-        # Most of the entry is in one step, which the examined steps are not like.
-        longest_ms = max((row.max_ms for row in rows), default=0.0)
-        is_in_few_steps = longest_ms >= 0.5 * part.share * step_ms * n
-        is_in_few_steps = is_in_few_steps and name.endswith(NOT_EXAMINED)
+    is_models = part.line is None and name.removesuffix(NOT_EXAMINED) in MODEL_PHASES
     is_removable = (
         error < share
         and not is_blurred(tops, m)
-        and not is_in_few_steps
+        and not _is_in_few_steps(name, part, rows, m)
         and name not in (TIMING, NOT_SAMPLED)
         and not (part.line is not None and part.line.is_rest)
-        and not (part.line is None and name.removesuffix(NOT_EXAMINED) in MODEL_PHASES)
+        and not is_models
         and not (name == DATA and may_hide_evaluations(m, setup))
     )
-
-    def is_of_one_step(row: PhaseStats) -> bool:
-        # Time of the phase, and of all steps, without the step in which the phase is longest.
-        rest_ms = n * row.share * step_ms - row.max_ms
-        other_steps_ms = n * step_ms - row.max_ms
-        return n > 1 and row.max_ms > rest_ms and rest_ms < 0.2 * other_steps_ms
-
     # A phase that is long in a single step only is not the bottleneck.
-    can_be_bottleneck = is_removable and not (rows and all(map(is_of_one_step, rows)))
+    is_of_one_step = rows and all(_is_of_one_step(row, n, step_ms) for row in rows)
     saved_share = share
     if pace == "GPU" and name not in CODES and m.host_wait_mean_ms >= _MIN_WAIT * step_ms:
         # Without this work, the host sets the pace: no step is shorter than its time on the host.
@@ -317,29 +321,51 @@ def _entry_in_steps(
     code = CODES.get(name, GPU_BOUND if pace == "GPU" else HOST_BOUND)
     if name not in CODES and m.on_host_clock and is_model_work(part.line, phases_ms):
         code = COMPUTE_BOUND
-    lines: list[LineRow] = []  # Code that runs in an entry that is not code.
-    if part.line is None and name in (DATA, FETCH) and m.loaders:
-        # The loop only waits for what workers run.
-        lines = [row for row in m.lines if row.entry == WORKERS]
-    elif part.line is None:
-        phase = DATA if name == TRANSFER_HOOKS else name
-        for row in m.lines:
-            if phase in row.phases and row.function and not row.entry:
-                lines.append(replace(row, phases={phase: row.phases[phase]}))
-        lines.sort(key=lambda row: -row.ms)
     return Entry(
         name=name,
         seconds=share * wall_s,
         share=share,
         error=error,
         speed_up=1 / (1 - saved_share) if is_removable and saved_share < 1 else None,
-        code=code if can_be_bottleneck else "",
+        code=code if is_removable and not is_of_one_step else "",
         pace=pace,
         phases_ms=phases_ms,
         host_share=host * steps_share,
         line=part.line,
-        lines=tuple(lines),
+        lines=_code_in(name, m) if part.line is None else (),
     )
+
+
+def _is_in_few_steps(name: str, part: _Part, rows: Sequence[PhaseStats], m: Measurement) -> bool:
+    """Return True for an entry that does not recur, so that a longer training is no faster."""
+    if name == COMPILATIONS:
+        # A few compilations are necessary: the first of each graph.
+        return 0 < sum(code.calls for code in of_entry(m.culprits, COMPILATIONS)) < 5
+    # Most of the entry is in one step, which the examined steps are not like.
+    n = m.steps + m.untimed_steps
+    longest_ms = max((row.max_ms for row in rows), default=0.0)
+    return name.endswith(NOT_EXAMINED) and longest_ms >= 0.5 * part.share * m.step.mean_ms * n
+
+
+def _is_of_one_step(row: PhaseStats, n: int, step_ms: float) -> bool:
+    """Return True if a phase takes most of its time in one of `n` steps, and little in others."""
+    in_others_ms = n * row.share * step_ms - row.max_ms
+    all_of_others_ms = n * step_ms - row.max_ms
+    return n > 1 and row.max_ms > in_others_ms and in_others_ms < 0.2 * all_of_others_ms
+
+
+def _code_in(name: str, m: Measurement) -> tuple[LineRow, ...]:
+    """Return the code that runs in an entry inside steps that is not code, the longest first."""
+    if name in (DATA, FETCH) and m.loaders:
+        # The loop only waits for what workers run.
+        return tuple(row for row in m.lines if row.entry == WORKERS)
+    phase = DATA if name == TRANSFER_HOOKS else name
+    lines = [
+        replace(row, phases={phase: row.phases[phase]})
+        for row in m.lines
+        if phase in row.phases and row.function and not row.entry
+    ]
+    return tuple(sorted(lines, key=lambda row: -row.ms))
 
 
 def is_model_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
@@ -356,18 +382,24 @@ def is_model_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
         phases: Its time by top-level phase.
     """
     total = sum(phases.values())
-    model = sum(phases.get(phase, 0.0) for phase in MODEL_PHASES)
-    if line is not None:
-        if line.is_recomputed:
-            return False
-        is_called_by_model = line.file and not line.is_library and not line.is_forward
-        # Code that only runs in backward is not the reason for nodes of the graph.
-        has_backward = 0 < phases.get(BACKWARD, 0.0) < total
-        if is_called_by_model and line.operations == 0 and not has_backward:
-            return False
-        if not line.is_library:
-            model -= phases.get(OPTIMIZER, 0.0)
-    return model >= 0.5 * total > 0
+    of_model = sum(phases.get(phase, 0.0) for phase in MODEL_PHASES)
+    if line is None:
+        return of_model >= 0.5 * total > 0
+    if line.is_recomputed:
+        return False
+    is_called_by_model = line.file and not line.is_library and not line.is_forward
+    # Code that only runs in backward is not the reason for nodes of the graph.
+    has_backward = 0 < phases.get(BACKWARD, 0.0) < total
+    if is_called_by_model and line.operations == 0 and not has_backward:
+        return False
+    if not line.is_library:
+        of_model -= phases.get(OPTIMIZER, 0.0)
+    return of_model >= 0.5 * total > 0
+
+
+def is_update(line: LineRow) -> bool:
+    """Return True for the update of an optimizer, which is the code of a library."""
+    return line.is_library and line.function.endswith(".step")
 
 
 # Outside of steps

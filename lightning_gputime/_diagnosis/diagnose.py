@@ -16,7 +16,6 @@ from lightning_gputime._diagnosis import (
     Case,
     Diagnosis,
     Entry,
-    Grade,
     TimeBreakdown,
 )
 from lightning_gputime._diagnosis.advice import (
@@ -30,13 +29,16 @@ from lightning_gputime._diagnosis.breakdown import (
     break_down,
     is_blurred,
     is_model_work,
+    is_update,
     may_hide_evaluations,
 )
+from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.outside import advice_on
 from lightning_gputime._measurement.sums import is_uneven
-from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
+from lightning_gputime._messages import duration, percent
 from lightning_gputime._phases import DATA, FORWARD
 
 # Minimum fraction of the wall clock for an entry to be the bottleneck, and to be reported. XProf
@@ -56,23 +58,11 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     names the line with most of it.
     """
     m = measurement
-    is_short = m.stage and m.steps < 20  # A short evaluation.
-    if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
+    is_short_evaluation = m.stage and m.steps < 20
+    if m.is_warmup or is_short_evaluation or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
-    breakdown = break_down(m, setup)
-    of_model = [row for row in breakdown.rows if row.line is not None and _is_models_entry(row)]
-    rows = []
-    for row in breakdown.rows:
-        case = Case(row, breakdown, m, setup)
-        # Advice on each of the model's short lines would say the same, so give it on the longest.
-        line = row.line
-        is_update = line is not None and line.is_library and line.function.endswith(".step")
-        is_short = row.share < _MIN_BOTTLENECK and not is_update
-        if row.error < row.share and not is_blurred(_names(row), m):
-            row = replace(row, advice=advise(case, only_settings=row in of_model[1:] and is_short))
-        rows.append(row)
-    breakdown = replace(breakdown, rows=tuple(rows))
-    blurred_share = sum(row.share for row in rows if is_blurred(_names(row), m))
+    breakdown = _with_advice(break_down(m, setup), m, setup)
+    blurred_share = sum(row.share for row in breakdown.rows if is_blurred(_names(row), m))
     is_gpu_bound = not m.on_host_clock and _gpu_share(breakdown) >= 1 - _MIN_BOTTLENECK
     if blurred_share >= _MIN_BOTTLENECK and not is_gpu_bound:
         # The bottleneck may be in phases whose times cannot be separated.
@@ -93,35 +83,60 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         headline += f"; {unclear}"
     advice = (*found.advice, *_advice_of(breakdown, first=found.entry))
     slowdown = m.slowdown
+    # A change of the work in a step explains the slowdown, so nothing has to be found.
     if slowdown is not None and slowdown.lost_share >= 0.1 and not m.work_change:
         headline += f"; {slowdown}"
-        # Line whose time has grown the most, if the slowdown lasts.
-        lines = [line for row in breakdown.rows for line in filter(None, (row.line, *row.lines))]
-        grown = max(lines, key=lambda line: line.grew_to_ms - line.grew_from_ms, default=None)
-        if grown is not None and (grown.grew_to_ms <= 0 or slowdown.until_step is not None):
-            grown = None
-        lost_share = min(slowdown.lost_share, 0.99)  # Promise a speed-up of at most 100x.
-        when = f"since step {slowdown.since_step:,}"
-        if slowdown.until_step is not None:
-            when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
-        if grown is not None:
-            text = advise_on_growth(grown).text
-        elif slowdown.phase and slowdown.is_most_in_phase:
-            text = f"find what takes longer in `{slowdown.phase}` {when}"
-        else:
-            text = f"find what slows down all phases {when}"
-        joint = ";" if grown is not None else ":"
-        text += f"{joint} without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
-        parameters = {"step": slowdown.since_step, "phase": slowdown.phase}
-        on_slowdown = Advice("slowdown", text, parameters)
-        # Advice on the line that has grown says the same.
-        advice = tuple(item for item in advice if grown is None or item != advise_on_growth(grown))
-        row = breakdown[found.entry]
-        is_first = slowdown.lost_share > _saved_share(row) or (grown and grown == row.line)
-        advice = (on_slowdown, *advice) if is_first else (*advice, on_slowdown)
+        advice = _add_slowdown(advice, slowdown, breakdown, bottleneck=breakdown[found.entry])
     advice = (*advice, *(Advice(code, text) for code, text in advice_on(m.outside)))
     unique = tuple({item.text: item for item in advice}.values())
     return replace(found, headline=headline, time_breakdown=breakdown, advice=unique)
+
+
+def _with_advice(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
+    """Return the breakdown with the advice on each entry whose share is known well enough."""
+    rows = []
+    has_longer_line = False  # True after the longest line of the model's work.
+    for row in breakdown.rows:
+        line = row.line
+        is_of_model = line is not None and _is_models_entry(row)
+        # Advice on each of the model's short lines would say the same, so give it on the longest.
+        # Advice on updates differs.
+        is_short_line = row.share < _MIN_BOTTLENECK and not (line and is_update(line))
+        only_settings = is_of_model and has_longer_line and is_short_line
+        has_longer_line |= is_of_model
+        if row.error < row.share and not is_blurred(_names(row), m):
+            advice = advise(Case(row, breakdown, m, setup), only_settings=only_settings)
+            row = replace(row, advice=advice)
+        rows.append(row)
+    return replace(breakdown, rows=tuple(rows))
+
+
+def _add_slowdown(
+    advice: tuple[Advice, ...], slowdown: Slowdown, breakdown: TimeBreakdown, bottleneck: Entry
+) -> tuple[Advice, ...]:
+    """Return the advice with advice on a slowdown, first if it costs more than the bottleneck."""
+    grown: LineRow | None = None  # Line whose time has grown the most.
+    if slowdown.until_step is None:  # A slowdown that has ended is not the growth of a line.
+        lines = [line for row in breakdown.rows for line in filter(None, (row.line, *row.lines))]
+        grown = max(lines, key=lambda line: line.grew_to_ms - line.grew_from_ms, default=None)
+    when = f"since step {slowdown.since_step:,}"
+    if slowdown.until_step is not None:
+        when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
+    lost_share = min(slowdown.lost_share, 0.99)  # Promise a speed-up of at most 100x.
+    promise = f"without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
+    is_first = slowdown.lost_share > _saved_share(bottleneck)
+    if grown is not None and grown.grew_to_ms > 0:
+        on_line = advise_on_growth(grown)
+        text = f"{on_line.text}; {promise}"
+        advice = tuple(item for item in advice if item != on_line)  # It says the same.
+        is_first = is_first or grown == bottleneck.line
+    elif slowdown.phase and slowdown.is_most_in_phase:
+        text = f"find what takes longer in `{slowdown.phase}` {when}: {promise}"
+    else:
+        text = f"find what slows down all phases {when}: {promise}"
+    parameters = {"step": slowdown.since_step, "phase": slowdown.phase}
+    on_slowdown = Advice("slowdown", text, parameters)
+    return (on_slowdown, *advice) if is_first else (*advice, on_slowdown)
 
 
 def _names(row: Entry) -> tuple[str, ...]:
@@ -129,11 +144,15 @@ def _names(row: Entry) -> tuple[str, ...]:
 
 
 def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> Diagnosis:
-    """Return the diagnosis, with advice that belongs to no entry."""
+    """Return the diagnosis, with advice that belongs to no entry.
+
+    The bottleneck is the launches of the model's work if they take more than the largest entry that
+    can be removed, else that entry if it is large enough, else the model's own work.
+    """
     of_model = [row for row in breakdown.rows if _is_models_entry(row)]
     if not m.on_host_clock:
         # Code in the model at which the host does something else than launch the model's work.
-        of_model = [row for row in of_model if row.pace != "host" or _launches(row)]
+        of_model = [row for row in of_model if row.pace != "host" or _is_launching(row)]
     launches = 0.0 if m.on_host_clock else sum(row.host_share for row in of_model)
     others = [
         row for row in breakdown.rows if row.code and row not in of_model and not is_short_once(row)
@@ -142,12 +161,11 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     recurring = max(
         (row for row in others if row.name not in ONCE), key=_saved_share, default=largest
     )
-    is_worth_a_look = _saved_share(recurring) >= _MIN_REPORTED and recurring.error < recurring.share
-    is_worth_a_look = is_worth_a_look and _least_share(recurring, m) >= _MIN_HALF * _MIN_REPORTED
+    is_worth_a_look = _saves(recurring, _MIN_REPORTED, m) and recurring.error < recurring.share
     # The lower end of the interval may be below the minimum, but not below half of it.
-    is_certain = _saved_share(largest) - largest.error >= _MIN_BOTTLENECK / 2
-    is_certain = is_certain and _least_share(largest, m) >= _MIN_HALF * _MIN_BOTTLENECK
-    is_bottleneck = _saved_share(largest) >= _MIN_BOTTLENECK and is_certain
+    min_end = _MIN_BOTTLENECK / 2
+    is_certain = _saved_share(largest) - largest.error >= min_end
+    is_bottleneck = is_certain and _saves(largest, _MIN_BOTTLENECK, m)
     # Launches at many lines cannot all be removed, so require 30 %.
     if launches >= 0.3 and not (is_bottleneck and _saved_share(largest) > launches):
         headline = f"{LAUNCH_BOUND}: {_describe_launches(of_model, launches, breakdown)}"
@@ -162,49 +180,57 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         if largest.name in ONCE and recurring is not largest and is_worth_a_look:
             headline += f"; apart from that, {recurring.code}: {_describe(recurring, breakdown, m)}"
         return Diagnosis(largest.code, "bound", largest.name, headline)
+    found = _models_work(breakdown, of_model, m)
+    if is_worth_a_look and recurring.name not in ONCE:
+        cost = f"{_describe(recurring, breakdown, m)} ({recurring.code})"
+        headline = f"{found.headline}; worth a look: {cost}"
+        return replace(found, grade="worth a look", headline=headline)
+    unclear = (_unclear(row, m) for row in breakdown.rows if not _is_models_entry(row))
+    if first := next(filter(None, unclear), ""):
+        return replace(found, grade="unknown", headline=f"{found.headline}; unclear: {first}")
+    return found
+
+
+def _models_work(breakdown: TimeBreakdown, of_model: list[Entry], m: Measurement) -> Diagnosis:
+    """Return the diagnosis if the model's own work is the bottleneck, with its longest line."""
     gpu_share = _gpu_share(breakdown)
     if m.on_host_clock:
-        code, pace = COMPUTE_BOUND, "the CPU computes the step"
+        code, reason = COMPUTE_BOUND, "the CPU computes the step"
     elif gpu_share < _MIN_OF_ALL:
         code = HOST_BOUND
-        pace = f"the host sets the pace for {percent(1 - gpu_share)} of the step, at many lines"
+        reason = f"the host sets the pace for {percent(1 - gpu_share)} of the step, at many lines"
     else:
-        code, pace = GPU_BOUND, f"the GPU sets the pace for {percent(gpu_share)} of the step"
+        code, reason = GPU_BOUND, f"the GPU sets the pace for {percent(gpu_share)} of the step"
+    headline, entry = f"{code}: {reason}", ""
     known = [row for row in of_model if not is_blurred(_names(row), m)]
-    first = max(known, key=lambda row: row.share, default=None)
-    headline, entry = f"{code}: {pace}", ""
-    if first is not None and first.share >= _MIN_REPORTED:
-        entry = first.name
-        headline += f"; {_describe(first, breakdown, m)}"
+    longest = max(known, key=lambda row: row.share, default=None)
+    if longest is not None and longest.share >= _MIN_REPORTED:
+        entry = longest.name
+        headline += f"; {_describe(longest, breakdown, m)}"
     rests = [row for row in breakdown.rows if row.line is not None and row.line.is_rest]
     rest = max(rests, key=lambda row: row.share, default=None)
     if rest is not None and rest.share >= _MIN_BOTTLENECK:
         headline += f"; many short lines of {rest.line} take {percent(rest.share)}"
-    # Largest entry whose error is at least its share, or that takes much less in half of the run.
-    uncertain = next(
-        (
-            row
-            for row in breakdown.rows
-            if row.share >= _MIN_REPORTED
-            and (row.error >= row.share or _least_share(row, m) < _MIN_HALF * _MIN_REPORTED)
-            and not _is_models_entry(row)
-        ),
-        None,
-    )
-    grade: Grade = "balanced"
-    if is_worth_a_look and recurring.name not in ONCE:
-        grade = "worth a look"
-        headline += f"; worth a look: {_describe(recurring, breakdown, m)} ({recurring.code})"
-    elif uncertain is not None:
-        share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
-        how = "train for longer" if uncertain.line is not None else "pass every_n_steps=1"
-        if uncertain.error < uncertain.share:
-            share = f"{percent(uncertain.share)}, but {percent(_least_share(uncertain, m))} in half"
-            share += " of the run"
-            how = "train for longer"
-        headline += f"; unclear: `{uncertain.name}` takes {share}: {how}"
-        grade = "unknown"
-    return Diagnosis(code, grade, entry, headline)
+    return Diagnosis(code, "balanced", entry, headline)
+
+
+def _unclear(row: Entry, m: Measurement) -> str:
+    """Return why it is unclear what an entry takes, and what to do; empty if it is clear."""
+    if row.share < _MIN_REPORTED:
+        return ""
+    if row.error >= row.share:
+        how = "train for longer" if row.line is not None else "pass every_n_steps=1"
+        return f"`{row.name}` takes {percent(row.share)} ± {percent(row.error)}: {how}"
+    least_share = _least_share(row, m)
+    if least_share < _MIN_HALF * _MIN_REPORTED:
+        in_half = f"but {percent(least_share)} in half of the run"
+        return f"`{row.name}` takes {percent(row.share)}, {in_half}: train for longer"
+    return ""
+
+
+def _saves(row: Entry, minimum: float, m: Measurement) -> bool:
+    """Return True if removing an entry would save a minimum share, in both halves of the run."""
+    return _saved_share(row) >= minimum and _least_share(row, m) >= _MIN_HALF * minimum
 
 
 def _is_models_entry(row: Entry) -> bool:
@@ -212,12 +238,13 @@ def _is_models_entry(row: Entry) -> bool:
     return row.name not in CODES and is_model_work(row.line, row.phases_ms)
 
 
-def _launches(row: Entry) -> bool:
-    """Return True if the host's time in an entry of the model is that of launching operations."""
+def _is_launching(row: Entry) -> bool:
+    """Return True if the host only launches operations in an entry of the model's work."""
     line = row.line
     if line is None or line.is_library:
         return True
-    # Backward launches its operations in C++. In forward, with Python, each takes 5 to 50 us.
+    # Backward launches its operations in C++. In forward, with Python, each takes 5 to 50 us, so
+    # more than 0.1 ms per operation is other work.
     host_ms = sum(part.host_ms for name, part in line.phases.items() if name.startswith(FORWARD))
     return line.is_forward and host_ms <= 0.1 * (line.operations or 0)
 
@@ -228,45 +255,44 @@ def _gpu_share(breakdown: TimeBreakdown) -> float:
     return 1 - host / (breakdown.steps_share or 1.0)
 
 
-def _describe_launches(of_model: list[Entry], share: float, breakdown: TimeBreakdown) -> str:
-    """Return in which phases the GPU waits for launches, as part of a sentence."""
-    phases = {
-        phase: sum(
-            row.host_share * row.phases_ms[phase] / row.ms_per_step
-            for row in of_model
-            if row.phases_ms.get(phase)
-        )
-        for phase in MODEL_PHASES
-    }
+def _describe_launches(of_model: list[Entry], launches: float, breakdown: TimeBreakdown) -> str:
+    """Return in which phases the GPU waits for launches, as part of a sentence.
+
+    `launches` is the fraction of the wall clock in which it waits for them.
+    """
+    in_phases = dict.fromkeys(MODEL_PHASES, 0.0)
+    for row in of_model:
+        for phase in {*MODEL_PHASES} & {*row.phases_ms}:
+            # Assume that the host sets the pace for the same fraction of each phase of an entry.
+            in_phases[phase] += row.host_share * row.phases_ms[phase] / (row.ms_per_step or 1.0)
     parts = ", ".join(
-        f"{percent(part / breakdown.steps_share)} in {phase}"
-        for phase, part in phases.items()
-        if part >= _MIN_REPORTED * share
+        f"{percent(share / breakdown.steps_share)} in {phase}"
+        for phase, share in in_phases.items()
+        if share >= _MIN_REPORTED * launches
     )
-    of_step = percent(share / breakdown.steps_share)
-    longest = max(of_model, key=lambda row: row.host_share)
     where = "at many lines"
-    if longest.line is not None and longest.host_share >= _MIN_OF_ALL * share:
+    longest = max(of_model, key=lambda row: row.host_share)
+    if longest.line is not None and longest.host_share >= _MIN_OF_ALL * launches:
         where = f"most of it at {longest.line}"
+    of_step = percent(launches / breakdown.steps_share)
     return f"the GPU waits for launches for {of_step} of the step ({parts}), {where}"
 
 
 def _least_share(entry: Entry, m: Measurement) -> float:
     """Return what removing an entry would save in that half of the run in which it takes less.
 
-    A slowdown explains why the halves differ, and phases that are long in few steps always do.
+    The result is the same fraction of the wall clock as `_saved_share` if there is another reason
+    why the halves differ: a slowdown, or a phase that is long in a few steps only.
     """
     saved = _saved_share(entry)
     is_uneven_phase = any(is_uneven(m.rows[name]) for name in entry.phases_ms if name in m.rows)
     if m.slowdown is not None or is_uneven_phase or not entry.ms_per_step:
         return saved
-    least_ms = sum(
-        ms * min(m.least_shares.get(name, m.share(name)) / m.share(name), 1.0)
-        for name, ms in entry.phases_ms.items()
-        if m.share(name)
-    )
-    unknown_ms = sum(ms for name, ms in entry.phases_ms.items() if not m.share(name))
-    return saved * (least_ms + unknown_ms) / entry.ms_per_step
+    least_ms = 0.0
+    for name, ms in entry.phases_ms.items():
+        share = m.share(name)  # 0 if only the whole entry was measured: then nothing is known.
+        least_ms += ms * min(m.least_shares.get(name, share) / share, 1.0) if share else ms
+    return saved * least_ms / entry.ms_per_step
 
 
 def _saved_share(entry: Entry) -> float:
@@ -291,6 +317,7 @@ def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
         cost = f"{name} takes {share}"
     if entry.line is not None and entry.line.grew_to_ms:
         cost += f"; it {growth_of(entry.line)}"
+    # The names of other entries already say which code it is.
     if entry.lines and entry.code in (OVERHEAD_BOUND, INPUT_BOUND):
         longest = entry.lines[0]
         all_ms = sum(line.ms for line in entry.lines)
@@ -303,9 +330,10 @@ def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
 
 
 def _advice_of(breakdown: TimeBreakdown, first: str) -> tuple[Advice, ...]:
-    """Return the advice on all entries: on the entry `first` first, on the model's work last."""
-    rows = sorted(
-        breakdown.rows,
-        key=lambda row: (row.name != first, _is_models_entry(row), -_saved_share(row)),
-    )
+    """Return the advice on the entry `first`, then on other entries, then on the model's work."""
+
+    def order(row: Entry) -> tuple[bool, bool, float]:
+        return row.name != first, _is_models_entry(row), -_saved_share(row)
+
+    rows = sorted(breakdown.rows, key=order)
     return tuple({advice.text: advice for row in rows for advice in row.advice}.values())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_gputime._measurement.units import duration
+from lightning_gputime._messages import duration
 
 
 class MadeBatch(NamedTuple):

@@ -12,7 +12,7 @@ from lightning_gputime._measurement.culprits import SAMPLER, STAGES, WORKERS, of
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven
-from lightning_gputime._measurement.units import duration, percent
+from lightning_gputime._messages import duration, percent
 from lightning_gputime._output.table import Table
 from lightning_gputime._phases import DATA, FETCH
 
@@ -103,8 +103,8 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
             yield Advice("sampler", text, {"sampler": stage.name})
             return
     reason = of_stage
-    if not setup.num_workers and case.line is not None and case.line.calls:
-        reason = f"{case.line} takes {case.of_step(case.line.ms)}: "
+    if not setup.num_workers and case.main_line is not None and case.main_line.calls:
+        reason = f"{case.main_line} takes {case.of_step(case.main_line.ms)}: "
     loader = LoaderCase.of(m, setup)
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read device tensors.

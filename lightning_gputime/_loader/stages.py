@@ -44,8 +44,8 @@ from lightning_gputime._measurement.culprits import (
     SAMPLER,
     WORKERS,
     Culprit,
+    LoaderStage,
     Source,
-    Stage,
     TimedLoader,
 )
 from lightning_gputime._phases import FETCH
@@ -173,7 +173,7 @@ class StagedLoaders:
 class LoaderStages(TimedLoader):
     """Stages of a loader that run in the main process, and sums of their times."""
 
-    def __init__(self, *stages: Stage) -> None:
+    def __init__(self, *stages: LoaderStage) -> None:
         super().__init__(0, *stages)
         self._ns = [0] * len(stages)  # Time of each stage.
         self._batches = 0
@@ -268,25 +268,25 @@ def _short_name(qualified: str) -> str:
     return qualified.rpartition("<locals>.")[2]
 
 
-def _stages_of(loader: Any) -> Iterator[Stage]:
+def _stages_of(loader: Any) -> Iterator[LoaderStage]:
     """Yield the sampler, the dataset and `collate_fn` of a loader, with the function of each."""
     sampler, collate = _original(loader.batch_sampler), _original(loader.collate_fn)
     if sampler is None or type(sampler).__module__.partition(".")[0] == "torch":
         # The batch samplers of torch only group the indices that the sampler yields.
         sampler = _original(loader.sampler)
-    yield Stage(SAMPLER, type(sampler).__name__, _source_of(type(sampler).__iter__))
+    yield LoaderStage(SAMPLER, type(sampler).__name__, _source_of(type(sampler).__iter__))
     dataset = dataset_of(loader)
     kind = type(dataset)
     if isinstance(dataset, IterableDataset):
         method = "__iter__"
     else:
         method = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
-    yield Stage(DATASET, f"{kind.__name__}.{method}", _source_of(getattr(kind, method, None)))
+    yield LoaderStage(DATASET, f"{kind.__name__}.{method}", _source_of(getattr(kind, method, None)))
     # The transformers Trainer wraps its collator to remove columns.
     collate = getattr(collate, "data_collator", collate)
     is_function = hasattr(collate, "__qualname__")
     name = _short_name(collate.__qualname__) if is_function else type(collate).__name__
-    yield Stage(COLLATE, name, _source_of(collate if is_function else type(collate).__call__))
+    yield LoaderStage(COLLATE, name, _source_of(collate if is_function else type(collate).__call__))
 
 
 # In a worker
@@ -555,7 +555,10 @@ class LoaderWorkers(TimedLoader):
     """
 
     def __init__(
-        self, num_workers: int, *stages: Stage, now_ns: Callable[[], int] = time.perf_counter_ns
+        self,
+        num_workers: int,
+        *stages: LoaderStage,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         super().__init__(num_workers, *stages)
         self._now_ns = now_ns

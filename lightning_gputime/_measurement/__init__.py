@@ -12,5 +12,5 @@ Start with `results`: `Results` passes the steps that were read to the other cla
 - Conspicuous steps: `slow` sums single slow steps, `changes` finds lasting changes.
 - Causes: `culprits` sums the time of code.
 - Distributed runs: `ranks` finds the straggler, the rank that the others wait for.
-- `memory` has the peak memory, `observers` calls the user's observers, `units` formats numbers.
+- `memory` has the peak memory, `observers` calls the user's observers.
 """

@@ -1,16 +1,16 @@
 """Slowdowns: lasting changes of the step time since the start of a run.
 
-`StepSeries` keeps the mean step time of windows of 25 steps or more. `StepSeries.find` drops the
+`StepSeries` keeps the mean step time of segments of 25 steps or more. `StepSeries.find` drops the
 warm-up, clips outliers, and fits a jump, a trend (gradual change) and a stretch (change that has
 ended) by weighted least squares. It reports the best fit if the change is large, and far more
 likely than correlated noise alone (AR(1)).
 
-Positions are indices of windows. `edges` are the numbers of steps before each window and after the
-last.
+Positions are indices of segments. `edges` are the numbers of steps before each segment and after
+the last.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.sums import largest_part
-from lightning_gputime._measurement.units import duration
+from lightning_gputime._messages import duration
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MIN_STEPS = 25  # Smallest number of steps in a window.
-_MIN_WINDOWS = 7  # Runs with fewer windows are not searched.
-_SHORT_RUN = 10  # Runs with fewer windows need a larger change.
-# Minimum length of the levels after the start: number of windows, and fraction of the run.
+MIN_STEPS = 25  # Smallest number of steps in a segment.
+_MIN_SEGMENTS = 7  # Runs with fewer segments are not searched.
+_SHORT_RUN = 10  # Runs with fewer segments need a larger change.
+# Minimum length of the levels after the start: number of segments, and fraction of the run.
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
@@ -92,7 +92,7 @@ class Slowdown:
         return f"{found}, {'most' if is_most else 'part'} of it in `{self.phase}`{detail}"
 
 
-class _Window(NamedTuple):
+class _Segment(NamedTuple):
     """Consecutive steps."""
 
     first_step: int
@@ -101,8 +101,12 @@ class _Window(NamedTuple):
     wall_ms: float  # Time of all steps.
     phases_ms: Mapping[str, float]  # Mean per step; empty if no step was timed.
 
-    def merge(self, later: "_Window") -> "_Window":
-        # If only one window has timed steps, they represent both.
+    @property
+    def mean_ms(self) -> float:
+        return self.wall_ms / self.steps
+
+    def merge(self, later: "_Segment") -> "_Segment":
+        # If only one segment has timed steps, they represent both.
         phases_ms = {**later.phases_ms, **self.phases_ms}
         if self.phases_ms and later.phases_ms:
             share = self.steps / (self.steps + later.steps)
@@ -116,17 +120,17 @@ class _Window(NamedTuple):
 
 
 class StepSeries:
-    """Step times of a run as a series of windows, in bounded memory."""
+    """Step times of a run as a series of segments, in bounded memory."""
 
     def __init__(self) -> None:
-        self._windows: list[_Window] = []  # Windows with enough steps, in order.
-        self._open: _Window | None = None  # Newest window, while it has too few steps.
-        self._min_steps = MIN_STEPS  # Minimum number of steps in a window; grows with the run.
+        self._segments: list[_Segment] = []  # Segments with enough steps, in order.
+        self._open: _Segment | None = None  # Newest segment, while it has too few steps.
+        self._min_steps = MIN_STEPS  # Minimum number of steps in a segment; grows with the run.
         self._next_step: int | None = None  # Number of the next step; None at first.
         self._epoch: int | None = None  # Epoch of the first step that was added last.
         # First step and number of the epochs that start later, in order.
         self._later_epochs: list[tuple[int, int]] = []
-        self._steps = 0  # Approximate number of steps in `_windows`.
+        self._steps = 0  # Approximate number of steps in `_segments`.
         self._find_at = 0  # Value of `_steps` at which the next search is due.
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
@@ -134,7 +138,7 @@ class StepSeries:
         self._later_epochs.append((first_step, epoch))
 
     def add(self, number: int, steps: int, wall_ms: float, phases_ms: Mapping[str, float]) -> bool:
-        """Add a window of steps, timed or not. Return True if a search is due.
+        """Add a segment of steps, timed or not. Return True if a search is due.
 
         Then call `find`, which takes milliseconds. `number` is the number of the last step,
         `phases_ms` the mean time of each phase per step; empty if no step was timed.
@@ -145,81 +149,55 @@ class StepSeries:
             self._epoch = self._later_epochs.pop(0)[1]
         if len(phases_ms) > 64:  # Drop sub-phases.
             phases_ms = {name: ms for name, ms in phases_ms.items() if "/" not in name}
-        window = _Window(first_step, self._epoch, steps, wall_ms, phases_ms=dict(phases_ms))
+        segment = _Segment(first_step, self._epoch, steps, wall_ms, phases_ms=dict(phases_ms))
         if self._open is not None:
-            window = self._open.merge(window)
-        if window.steps < self._min_steps:
-            self._open = window
+            segment = self._open.merge(segment)
+        if segment.steps < self._min_steps:
+            self._open = segment
             return False
         self._open = None
-        self._windows.append(window)
-        if len(self._windows) > 256:
+        self._segments.append(segment)
+        if len(self._segments) > 256:
             self._halve_resolution()
-        self._steps += window.steps
-        if len(self._windows) < _SHORT_RUN or self._steps < self._find_at:
+        self._steps += segment.steps
+        if len(self._segments) < _SHORT_RUN or self._steps < self._find_at:
             return False
+        # Searches get rarer, so that their cost stays a constant fraction of the run.
         self._find_at = int(self._steps * 1.25)
         return True
 
     def _halve_resolution(self) -> None:
-        """Merge each window with its neighbor. Later windows have twice as many steps, too."""
-        last = self._windows[-1]
+        """Merge each segment with its neighbor. Later segments have twice as many steps, too."""
+        last = self._segments[-1]
         # In a new list, because another thread may be reading the old list.
-        pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
-        self._windows = [first.merge(second) for first, second in pairs]
-        self._min_steps = sum(window.steps for window in self._windows) // len(self._windows)
-        self._open = last  # The number of windows was odd: the last has no neighbor.
+        pairs = zip(self._segments[::2], self._segments[1::2], strict=False)
+        self._segments = [first.merge(second) for first, second in pairs]
+        self._min_steps = sum(segment.steps for segment in self._segments) // len(self._segments)
+        self._open = last  # The number of segments was odd: the last has no neighbor.
 
     def find(self) -> Slowdown | None:
         """Return the lasting change of the step time, or None.
 
-        Any thread may call it while another thread adds windows.
+        Any thread may call it while another thread adds segments.
         """
-        if not (all_windows := self._windows.copy()):
+        all_segments = self._segments.copy()
+        segments = _equal_sized(all_segments)
+        if len(segments) < _MIN_SEGMENTS:
             return None
-        # Merge small windows with their neighbors, up to about the median size (weighted by steps).
-        # Windows are smaller while every step is timed. A small window often contains no outlier,
-        # so clipping outliers would bias the means of small and large windows differently.
-        sizes = np.sort([window.steps for window in all_windows])
-        ends = np.cumsum(sizes)
-        min_size = 0.8 * sizes[np.searchsorted(ends, ends[-1] / 2)]
-        windows = all_windows[:1]
-        for window in all_windows[1:]:
-            if windows[-1].steps < min_size:
-                windows[-1] = windows[-1].merge(window)
-            else:
-                windows.append(window)
-        if len(windows) < _MIN_WINDOWS:
-            return None
-
-        # Drop the warm-up, such as compilation: at most 40 % of the run.
-        means_ms = [window.wall_ms / window.steps for window in windows]
-        max_n = max(1, min(int(0.4 * len(windows)), len(windows) - _MIN_WINDOWS))
-        n = 0
-        while n < max_n and means_ms[n] > 1.25 * means_ms[n + 1]:
-            n += 1
-        windows, values_ms = windows[n:], np.array(means_ms[n:])
+        segments = _without_warmup(segments)
+        values_ms = np.array([segment.mean_ms for segment in segments])
         if values_ms.min() <= 0.0:
             return None
         values_ms = _clip_outliers(values_ms, _local_medians(values_ms))
-        steps = np.array([window.steps for window in windows], dtype=float)
+        steps = np.array([segment.steps for segment in segments], dtype=float)
         edges = np.append(0.0, np.cumsum(steps))
         found = _fit(edges, values_ms)
         if not _is_certain(edges, values_ms, found):
             return None
-
-        # Name the phase that changed most, if enough windows with timed steps cover the change.
-        timed = [i for i, window in enumerate(windows) if window.phases_ms]
-        shape, changes_ms = found.shape[timed], dict[str, float]()
-        if len(timed) >= 5 and np.ptp(shape) >= 0.5:
-            for name in dict.fromkeys(name for i in timed for name in windows[i].phases_ms):
-                of_phase = np.array([windows[i].phases_ms.get(name, 0.0) for i in timed])
-                before_ms, change_ms = _levels(of_phase, shape, steps[timed])
-                of_phase = _clip_outliers(of_phase, before_ms + change_ms * shape)
-                _, changes_ms[name] = _levels(of_phase, shape, steps[timed])
+        changes_ms = _changes_of_phases(segments, found.shape)
         phase = largest_part(changes_ms, sign=found.change_ms)
         lost_ms = found.change_ms * float(found.shape @ steps)
-        start = windows[found.start]
+        start = segments[found.start]
         return Slowdown(
             kind=found.kind,
             since_step=start.first_step,
@@ -228,17 +206,65 @@ class StepSeries:
             before_ms=found.before_ms,
             phase=phase,
             phase_change_ms=changes_ms.get(phase, 0.0),
-            until_step=windows[found.until].first_step if found.kind == "stretch" else None,
+            until_step=segments[found.until].first_step if found.kind == "stretch" else None,
             since_epoch=start.epoch,
-            lost_share=max(lost_ms / sum(window.wall_ms for window in all_windows), 0.0),
+            lost_share=max(lost_ms / sum(segment.wall_ms for segment in all_segments), 0.0),
         )
 
 
+def _equal_sized(segments: Sequence[_Segment]) -> Sequence[_Segment]:
+    """Merge small segments with their neighbors, up to about the median size (weighted by steps).
+
+    Segments are smaller while every step is timed. A small segment often contains no outlier, so
+    clipping outliers would bias the means of small and large segments differently.
+    """
+    if not segments:
+        return segments
+    sizes = np.sort([segment.steps for segment in segments])
+    ends = np.cumsum(sizes)
+    min_size = 0.8 * sizes[np.searchsorted(ends, ends[-1] / 2)]
+    merged = [segments[0]]
+    for segment in segments[1:]:
+        if merged[-1].steps < min_size:
+            merged[-1] = merged[-1].merge(segment)
+        else:
+            merged.append(segment)
+    return merged
+
+
+def _without_warmup(segments: Sequence[_Segment]) -> Sequence[_Segment]:
+    """Drop first segments that get much faster, such as compilation: at most 40 % of the run."""
+    max_n = max(1, min(int(0.4 * len(segments)), len(segments) - _MIN_SEGMENTS))
+    n = 0
+    while n < max_n and segments[n].mean_ms > 1.25 * segments[n + 1].mean_ms:
+        n += 1
+    return segments[n:]
+
+
+def _changes_of_phases(segments: Sequence[_Segment], shape: Floats) -> dict[str, float]:
+    """Return by how much each phase changes per step, if it changes in the same way as the step.
+
+    Empty if too few segments with timed steps cover the change.
+    """
+    timed = [i for i, segment in enumerate(segments) if segment.phases_ms]
+    shape_of_timed = shape[timed]
+    if len(timed) < 5 or np.ptp(shape_of_timed) < 0.5:
+        return {}
+    steps = np.array([float(segments[i].steps) for i in timed])
+    changes_ms: dict[str, float] = {}
+    for name in dict.fromkeys(name for i in timed for name in segments[i].phases_ms):
+        values_ms = np.array([segments[i].phases_ms.get(name, 0.0) for i in timed])
+        before_ms, change_ms = _levels(values_ms, shape_of_timed, steps)
+        values_ms = _clip_outliers(values_ms, before_ms + change_ms * shape_of_timed)
+        _, changes_ms[name] = _levels(values_ms, shape_of_timed, steps)
+    return changes_ms
+
+
 def _local_medians(values: Floats) -> Floats:
-    """Return the running median over five windows."""
+    """Return the running median over five segments."""
     medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
-    # At the ends, the median of three preserves a level of two windows. The outermost values
-    # continue the slope of five windows.
+    # At the ends, the median of three preserves a level of two segments. The outermost values
+    # continue the slope of five segments.
     first, last = np.median(values[:3]), np.median(values[-3:])
     first_rise, last_rise = (np.median(np.diff(part)) for part in (values[:5], values[-5:]))
     return np.concatenate([[first - first_rise, first], medians, [last, last + last_rise]])
@@ -248,19 +274,19 @@ def _clip_outliers(values: Floats, expected: Floats) -> Floats:
     """Clip values to four standard deviations around the expected values."""
     away = values - expected
     # The 80 % quantile of normal noise is about 1.3 standard deviations. The median would be zero
-    # if most windows are equal.
+    # if most segments are equal.
     max_away = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
     clipped: Floats = expected + np.clip(away, -max_away, max_away)
     return clipped
 
 
 class _Change(NamedTuple):
-    """Change of the step time, as fitted to the windows."""
+    """Change of the step time, as fitted to the segments."""
 
-    start: int  # First window of the change.
-    full: int  # First window in which the change is complete.
-    until: int  # First window after the change; the number of windows if it lasts.
-    shape: Floats  # Fraction of the change in each window.
+    start: int  # First segment of the change.
+    full: int  # First segment in which the change is complete.
+    until: int  # First segment after the change; the number of segments if it lasts.
+    shape: Floats  # Fraction of the change in each segment.
     weights: Floats
     before_ms: float
     change_ms: float
@@ -274,7 +300,7 @@ class _Change(NamedTuple):
 
     @property
     def fitted(self) -> Floats:
-        """Step time of each window."""
+        """Step time of each segment."""
         return self.before_ms + self.change_ms * self.shape
 
 
@@ -283,9 +309,10 @@ def _fit(edges: Floats, values: Floats) -> _Change:
     n, steps = len(values), np.diff(edges)
     weights = steps
     # Search a coarse grid, then all positions near the best change. The second search weights
-    # windows by the levels of the first, because noise grows with the step time.
+    # segments by the levels of the first, because noise grows with the step time.
     firsts = lasts = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
-    near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
+    spacing = n // _GRID + 1
+    near = np.arange(-spacing, spacing + 1)
     for _ in range(2):
         candidates, shapes = _candidates(edges, firsts, lasts)
         best = int(np.argmin(_costs(values, weights, candidates, shapes)))
@@ -308,9 +335,12 @@ def _candidates(edges: Floats, firsts: Ints, lasts: Ints) -> tuple[Ints, Floats]
     # Also fit changes that are too recent to report. Without them, the best fit to such a change
     # would be at an earlier position, and would be reported.
     jumps = np.arange(min_start, n - _MIN_LEVEL + 1)
+    # All pairs of a start and an end inside the run.
     start, end = (positions.ravel() for positions in np.meshgrid(firsts, lasts))
-    start, end = (positions[(start >= 0) & (end <= n)] for positions in (start, end))
+    is_inside = (start >= 0) & (end <= n)
+    start, end = start[is_inside], end[is_inside]
     is_trend = (end - start >= 2) & ((start + end) / 2 <= n - _MIN_LEVEL)
+    # A trend may start at once if it is long. A short one would be the end of the warm-up.
     is_trend &= (start >= min_start) | (end - start >= 0.25 * n)
     is_stretch = (start >= min_start) & (end <= n - min_level)
     # A shorter stretch may be an outlier.
@@ -327,29 +357,34 @@ def _candidates(edges: Floats, firsts: Ints, lasts: Ints) -> tuple[Ints, Floats]
 
 
 def _shapes(edges: Floats, candidates: Ints) -> Floats:
-    """Return for each change (row) its fraction in each window (column)."""
-    start, full, until = (edges[at][:, None] for at in candidates)
-    # Integral, up to each edge, of a change that grows from `start` to `full` and ends at `until`.
-    rise = np.maximum(full - start, 1e-9)
-    integral = np.clip(edges - start, 0.0, rise) ** 2 / (2.0 * rise)
-    integral += np.maximum(edges - full, 0.0) - np.maximum(edges - until, 0.0)
-    shapes: Floats = np.diff(integral, axis=1) / np.diff(edges)
+    """Return for each change (row) its fraction in each segment (column)."""
+    # Numbers of steps, as a column: one row per change.
+    start, full, until = (edges[position][:, None] for position in candidates)
+    # A change grows linearly from 0 at `start` to 1 at `full`, and falls back to 0 at `until`. Its
+    # mean in a segment is the growth of its integral from one edge to the next. Before `full`, the
+    # integral is a parabola; between `full` and `until`, it grows by 1 per step.
+    rise = np.maximum(full - start, 1e-9)  # Length of the growth; a jump has none.
+    until_full = np.clip(edges - start, 0.0, rise) ** 2 / (2.0 * rise)
+    after_full = np.maximum(edges - full, 0.0) - np.maximum(edges - until, 0.0)
+    shapes: Floats = np.diff(until_full + after_full, axis=1) / np.diff(edges)
     return shapes
 
 
 def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) -> Floats:
     """Return minus twice the log likelihood of each change, plus penalties.
 
-    The penalties are per free position, and for a stretch per window of the run.
+    The penalties are per free position, and for a stretch per segment of the run.
     """
     n, (start, full, until) = len(values), candidates
     weights = weights / weights.sum()
+    # Subtract the means, which the level before the change explains.
     shapes = shapes - (shapes @ weights)[:, None]
     centered = values - values @ weights
     # Variance that each change explains, and the rest, which is noise.
     explained = (shapes @ (weights * centered)) ** 2 / (shapes**2 @ weights)
     noise = np.maximum(weights @ centered**2 - explained, 0.0)
     floor = _NOISE_FLOOR**2 * float(weights @ values**2)
+    # The start is free, unless it is that of the run, and so is the end of a trend.
     free_positions = (start > 0).astype(float) + ((full > start) & (full < n))
     costs: Floats = n * np.log(noise + floor) + 6.0 * free_positions
     costs += n * math.log(2.0) * (until < n)
@@ -392,7 +427,7 @@ def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:
     if min(found.before_ms, found.before_ms + found.change_ms, fitted.min(), values.min()) <= 0.0:
         return False
     before, after = values[shape <= 0.25], values[shape >= 0.75]
-    if not len(before) or not len(after):  # The change is a single window in a few.
+    if not len(before) or not len(after):  # The change is a single segment in a few.
         return False
     size = math.log(after.mean() / before.mean())
     # A GPU that warms up gets a few percent slower or faster, so a change in the first 15 minutes
@@ -401,12 +436,12 @@ def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:
     min_size, min_ordered = 0.1 if full_at_ms < 900e3 else 0.05, 0.85
     if n < _SHORT_RUN:
         min_size, min_ordered = 0.6, 1.0
-    # Compare each window before the change with each window after it.
+    # Compare each segment before the change with each segment after it.
     is_ordered = np.sign(size) * (after[:, None] - before) > 0.0
     if abs(size) < min_size or np.mean(is_ordered) < min_ordered:
         return False
     # Minimum of twice the log likelihood ratio of a change with noise to noise alone. Correlated
-    # noise drifts by up to 4.5 / n in n windows, and at most by 0.19.
+    # noise drifts by up to 4.5 / n in n segments, and at most by 0.19.
     min_ratio = 28.0 if abs(size) < min(0.19, 4.5 / n) else min(6.0 + 0.5 * n, 22.0)
     logs = np.log(values)
     ratio = _autoregressive_cost(logs) - _autoregressive_cost(logs - np.log(fitted))

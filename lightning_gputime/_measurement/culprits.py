@@ -60,8 +60,8 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Stage of a loader."""
+class LoaderStage:
+    """Stage of a loader, which its iterator runs for each batch."""
 
     kind: str  # "sampler", "dataset" or "collate".
     name: str  # Class or function that the stage calls.
@@ -71,7 +71,7 @@ class Stage:
 class TimedLoader:
     """Stages of a loader, and their times. Only loaders with workers have more than `culprits`."""
 
-    def __init__(self, num_workers: int, *stages: Stage) -> None:
+    def __init__(self, num_workers: int, *stages: LoaderStage) -> None:
         self.num_workers, self.stages = num_workers, stages
 
     def culprits(self) -> Iterator[Culprit]:

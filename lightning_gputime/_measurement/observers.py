@@ -107,27 +107,28 @@ def is_observer(candidate: object) -> bool:
 
 
 def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
-    # Call `update` of a metric, because calling the metric itself would also compute it.
-    calls = (
-        observer.update
-        if is_metric(observer)
-        else getattr(observer, "on_step", observer if callable(observer) else None)
-        for observer in observers
-    )
-    return [call for call in calls if call is not None]
+    """Return the function of each observer that takes the times of a step, if it has one."""
+    calls = []
+    for observer in observers:
+        call = getattr(observer, "on_step", observer if callable(observer) else None)
+        if is_metric(observer):
+            call = observer.update  # Calling the metric itself would also compute it.
+        if call is not None:
+            calls.append(call)
+    return calls
 
 
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
     """Return the sections that observers add to a summary. Skip observers that raise."""
 
-    def section(observer: object, found: object) -> Section:
+    def to_section(observer: object, found: object) -> Section:
         if isinstance(found, str):
             return Section(type(observer).__name__, (found,))
         if not isinstance(found, Section):
             raise TypeError(f"return a str, a Section or None, not {found!r:.60}")
         return found
 
-    return tuple(_ask(observers, "summary", section))
+    return tuple(_ask(observers, "summary", to_section))
 
 
 def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str, float]:
@@ -141,7 +142,10 @@ def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str
 def _ask(
     observers: Sequence[Any], name: str, convert: Callable[[object, Any], Any], *args: Any
 ) -> list[Any]:
-    """Call a method of all observers that have it, and return the converted results but None."""
+    """Call a method of all observers that have it. Return its results, converted, without None.
+
+    Warn about observers that raise, and skip them.
+    """
     answers = []
     for observer in observers:
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_gputime._measurement.units import percent
+from lightning_gputime._messages import percent
 
 _MIN_ADVICE_SHARE = 0.02  # Causes of a smaller fraction of the time get no advice.
 

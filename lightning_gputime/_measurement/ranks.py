@@ -12,8 +12,7 @@ import numpy as np
 
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.sums import Sums, largest_part
-from lightning_gputime._measurement.units import duration
-from lightning_gputime._messages import messages
+from lightning_gputime._messages import duration, messages
 from lightning_gputime._phases import (
     BACKWARD,
     BETWEEN_BATCHES,

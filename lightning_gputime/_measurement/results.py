@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from operator import attrgetter
 from statistics import median
 from threading import RLock
 from typing import Any
@@ -90,9 +89,9 @@ class Results:
         self._steps = StepLog(capacity, warmup_steps)
         self.untimed = UntimedSteps(warmup_steps, capacity)
         self.series = StepSeries()
-        self._window_sums = Sums()  # Timed steps since the newest window of `series`.
-        # Totals and number of the untimed steps until the end of that window.
-        self._window_totals, self._window_untimed = self.untimed.totals, 0
+        self._segment_sums = Sums()  # Timed steps since the newest segment of `series`.
+        # Totals and number of the untimed steps until the end of that segment.
+        self._segment_totals, self._segment_untimed = self.untimed.totals, 0
         self._follows_slowdowns = False  # True if searches run during training.
         self._slowdown: Slowdown | None = None  # Result of the newest search during training.
         self.slow = SlowLog()
@@ -181,7 +180,7 @@ class Results:
         with self._lock:
             warmup, measured = self._steps.add(steps, sums)
             # Without indices, every step is timed.
-            self._window_sums.merge(measured)
+            self._segment_sums.merge(measured)
             if steps[-1].step_index >= 0 and not self.untimed.add_timed(steps, warmup):
                 return False  # The untimed steps before these are not settled yet.
             return self._extend_series(steps[-1].number)
@@ -196,17 +195,17 @@ class Results:
             self._extend_series(number)
 
     def _extend_series(self, number: int) -> bool:
-        """Add the steps since the newest window, up to this number. Return True if a search is due.
+        """Add the steps up to this number as a segment of `series`, unless they are few.
 
-        Wait for more steps if there are few.
+        Return True if a search for a slowdown is due.
         """
-        untimed, timed = self.untimed, self._window_sums
-        n = int(timed.step.n) + untimed.n - self._window_untimed
-        if n < MIN_STEPS:
+        untimed, timed = self.untimed, self._segment_sums
+        n = int(timed.step.n) + untimed.n - self._segment_untimed
+        if n < MIN_STEPS:  # Wait for more steps.
             return False
-        estimate = untimed.estimate_since(self._window_totals)
-        self._window_totals, self._window_untimed = untimed.totals, untimed.n
-        self._window_sums = Sums()
+        estimate = untimed.estimate_since(self._segment_totals)
+        self._segment_totals, self._segment_untimed = untimed.totals, untimed.n
+        self._segment_sums = Sums()
         timed.merge(estimate.sums)
         wall_ms = timed.step.device_ms + estimate.unsampled_ms
         phases_ms = {name: phase.device_ms / n for name, phase in timed.phases.items()}
@@ -301,12 +300,12 @@ class Results:
             step = replace(step, **durations_ms)
         missing = [*not_measured(self._libraries), *self._not_measured]
         is_long = times["step_ms"] >= LONG_STEP * step.p50_ms
-        of_steps = weights if len(weights) else np.ones(len(is_long))
+        represented = weights if len(weights) else np.ones(len(is_long))  # Number of steps.
         # Times per step that add up to those of the phases.
         lines = self.ledger.rows(
             {name: row.share * step.mean_ms for name, row in rows.items()},
             median_ms=step.p50_ms,
-            long_share=float(of_steps[is_long].sum() / (of_steps.sum() or 1.0)),
+            long_share=float(represented[is_long].sum() / (represented.sum() or 1.0)),
             evaluation=EVALUATION,
         )
         return replace(
@@ -336,25 +335,30 @@ class Results:
         )
 
     def _work_change(self, steps: Sequence[StepRecord], since: int) -> str:
-        """Return how the work of a step has changed at step `since`; empty if it has not."""
+        """Return how the work of a step has grown at step `since`; empty if it has not."""
         before = [step for step in steps if step.number < since]
         after = [step for step in steps if step.number >= since]
-        works: tuple[tuple[str, Callable[[StepRecord], float]], ...] = (
-            ("backwards", lambda step: step.labels.count(AFTER_BACKWARD)),
-            ("items", attrgetter("items")),
-        )
-        for name, work_of in works if before and after else ():
-            first, last = median(map(work_of, before)), median(map(work_of, after))
-            if last > first > 0:
-                return f"a step has {last:.0f} {name} since then, and {first:.0f} before"
-        counts = self.ledger.trained_tensors
-        fewer = [n for number, n in counts.items() if number < since]
-        more = [n for number, n in counts.items() if number >= since]
-        # Each step may train other tensors, as in a GAN.
-        if fewer and more and min(more) > max(fewer):
-            change = f"{more[-1]} tensors since then, and {fewer[-1]} before"
+        if before and after:
+            for name, count in (("backwards", _count_backwards), ("items", _count_items)):
+                old, new = median(map(count, before)), median(map(count, after))
+                if new > old > 0:
+                    return f"a step has {new:.0f} {name} since then, and {old:.0f} before"
+        trained_before, trained_after = list[int](), list[int]()
+        for number, tensors in self.ledger.trained_tensors.items():
+            (trained_before if number < since else trained_after).append(tensors)
+        # Each step may train other tensors, as in a GAN, so all steps must train more.
+        if trained_before and trained_after and min(trained_after) > max(trained_before):
+            change = f"{trained_after[-1]} tensors since then, and {trained_before[-1]} before"
             return f"backward computes gradients of {change}"
         return ""
+
+
+def _count_backwards(step: StepRecord) -> float:
+    return step.labels.count(AFTER_BACKWARD)
+
+
+def _count_items(step: StepRecord) -> float:
+    return step.items
 
 
 def phase_rows(
@@ -412,10 +416,10 @@ def least_shares(times: npt.NDArray[Any], weights: npt.NDArray[np.float64]) -> d
     if not len(weights):
         weights = np.ones(len(times))
 
-    def shares(of: slice) -> dict[str, float]:
-        all_ms = float(np.sum(times["step_ms"][of] * weights[of])) or math.nan
+    def shares(steps: slice) -> dict[str, float]:
+        all_ms = float(np.sum(times["step_ms"][steps] * weights[steps])) or math.nan
         return {
-            name: float(np.nansum(times[f"{name}_ms"][of] * weights[of])) / all_ms
+            name: float(np.nansum(times[f"{name}_ms"][steps] * weights[steps])) / all_ms
             for name in list_phases(times)
         }
 

@@ -9,7 +9,7 @@ from math import copysign, isnan, nan
 from operator import attrgetter, sub
 from typing import Any
 
-from lightning_gputime._measurement.units import percent
+from lightning_gputime._messages import percent
 from lightning_gputime._phases import (
     BACKWARD,
     FORWARD,
@@ -32,9 +32,10 @@ class Sums:
         self.skipped_updates = 0  # Number of steps without an update.
         self.items = 0.0  # Number of items in all steps that report it.
         self.items_ms = 0.0  # Device time of these steps.
-        # Add steps with the same labels column by column. A loop over the steps is slower, and so
-        # is NumPy, whose code is not in the CPU caches while a training loop runs.
+        # Add successive steps with the same labels column by column. A loop over the steps is
+        # slower, and so is NumPy, whose code is not in the CPU caches while a training loop runs.
         for labels, alike in groupby(steps, attrgetter("labels")):
+            # Each field of `columns` has the values of all steps.
             columns: Any = StepRecord._make(zip(*alike, strict=True))
             n = len(columns.number)
             marks_ms = [*zip(*columns.device_ms, strict=True)]  # Device time of each step, by mark.
@@ -257,18 +258,23 @@ def largest_part(of_phases: Mapping[str, float], parent: str = "", sign: float =
     no time is positive. With a negative `sign`, search for the largest decrease instead.
     """
     signed_ms = {name: copysign(1.0, sign) * ms for name, ms in of_phases.items()}
-    while True:
-        min_ms = 0.5 * signed_ms.get(parent, 0.0)
-        inside = [name for name in signed_ms if name.rpartition("/")[0] == parent]
+    found = parent
+    while True:  # From each phase to the largest of its sub-phases.
+        min_ms = 0.5 * signed_ms.get(found, 0.0)
+        inside = [name for name in signed_ms if name.rpartition("/")[0] == found]
         large = [name for name in inside if signed_ms[name] > min_ms]
         if not large:
-            return parent
-        parent = max(large, key=signed_ms.__getitem__)
+            return found
+        found = max(large, key=signed_ms.__getitem__)
 
 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
-    """Yield the name, the title and the statistics of each row of the table."""
+    """Yield the name, the title and the statistics of each phase that has a row in the table.
+
+    The title of a sub-phase is indented, without its parent. Single callbacks have no row, because
+    there may be many, and the time breakdown names the long ones.
+    """
     for name, row in rows.items():
-        top, _, part = name.partition("/")
+        _, _, part = name.partition("/")
         if name == SAVES or not of_one_callback(name):
-            yield name, f"  {part}" if part else top, row
+            yield name, f"  {part}" if part else name, row

@@ -136,7 +136,7 @@ class LogWriter:
 
 
 class MeanLog:
-    """Write the means since the last log, every n steps. Call `connect` before all other methods.
+    """Write the means since the last log, every n steps. Call `set_source` before others.
 
     It logs at steps `n - 1`, `2 n - 1` and so on, as Lightning does, or at the next step if that
     number is skipped. If n is 0, nothing is logged; if it is None, only `log_means` logs.
@@ -155,10 +155,13 @@ class MeanLog:
         self._host_wait_ms = math.nan
         self._sums = Sums()  # Timed steps since the last log.
 
-    def connect(self, results: Results, *, is_sampled: bool, is_logged: bool) -> None:
-        """Set the facts to log. Steps must be added to them before they are added here.
+    def set_source(self, results: Results, *, is_sampled: bool, is_logged: bool) -> None:
+        """Set the facts to log. Steps must be added to `results` before they are added here.
 
-        `is_sampled` is True if some steps are not timed. Then, `take` never logs; call `log_at`.
+        Args:
+            results: Facts to log.
+            is_sampled: True if some steps are not timed. Then `take` never logs: call `log_at`.
+            is_logged: False if no logger, observer or other destination receives the means.
         """
         self._results, self._is_sampled, self.is_logged = results, is_sampled, is_logged
         self._untimed_before = results.untimed.totals  # Untimed steps until the last log.
@@ -184,18 +187,24 @@ class MeanLog:
 
     def take(self, steps: ReadSteps) -> bool:
         """Add steps that `results` already includes. Return True if a log was written."""
-        records, n_logged = steps.records, 0
+        records = steps.records
+        n_logged = 0  # Number of the steps that a log of this call includes.
+
+        def add_until(n: int) -> None:
+            # The sums over all steps are known.
+            is_all = n_logged == 0 and n == len(records)
+            self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
+
         if not self._is_sampled:
             self.start(records[0].number - 1)
             if records[-1].number >= self._due_at:
                 for n, step in enumerate(records, 1):
                     if step.number >= self._due_at:
-                        is_all = n_logged == 0 and n == len(records)
-                        self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
+                        add_until(n)
                         self.log_at(step.number)
                         n_logged = n
         if n_logged < len(records):
-            self._sums.merge(Sums(records[n_logged:]) if n_logged else steps.sums)
+            add_until(len(records))
             self.newest = records[-1].number
         return n_logged > 0
 

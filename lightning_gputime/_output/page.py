@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined  # A dependency of torch.
 from markupsafe import Markup
 
 from lightning_gputime._measurement.history import list_top_phases
-from lightning_gputime._measurement.units import duration, unit_of
+from lightning_gputime._messages import duration, unit_of
 from lightning_gputime._output.ranks import LOCAL_COLOURS, WAIT_COLOURS, percentages
 from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of

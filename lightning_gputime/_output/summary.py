@@ -17,8 +17,8 @@ from lightning_gputime._measurement.ranks import STEP, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats, WorkSummary, table_rows
-from lightning_gputime._measurement.units import duration, percent, plain, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
+from lightning_gputime._messages import duration, percent, plain, unit_of
 from lightning_gputime._output.ranks import heat_maps
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD

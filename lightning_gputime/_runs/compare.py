@@ -13,13 +13,13 @@ import numpy as np
 from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.sums import largest_part
-from lightning_gputime._measurement.units import duration, plain, unit_of
 from lightning_gputime._measurement.wall_clock import STEPS
-from lightning_gputime._messages import Named, format_value
+from lightning_gputime._messages import Named, duration, format_value, plain, unit_of
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._runs.estimates import (
+    MIN_RUNS,
     MIN_STEPS,
     OUTCOMES,
     RESOLUTION_MS,
@@ -27,16 +27,13 @@ from lightning_gputime._runs.estimates import (
     Estimate,
     Floats,
     Outcome,
+    ProportionalStep,
+    at_equal_speed,
     differences,
     mean_of_all_steps,
     mean_step,
-    typical_step,
-)
-from lightning_gputime._runs.host_speed import (
-    MIN_RUNS,
-    ProportionalStep,
-    at_equal_speed,
     proportional_step,
+    typical_step,
 )
 from lightning_gputime._runs.saved import Run, load
 
@@ -224,37 +221,44 @@ class RunComparison(Tabular):
 
     @property
     def _finding(self) -> str:
-        unit = unit_of(self.step.before_ms)
-        changes_ms = {name: row.change_ms for name, row in self.rows.items()}
-        changed = []
-        for name in self.judged:
-            # Such as "backward (backward/comm)" if most of the change is in a part.
-            part = largest_part(changes_ms, name, sign=changes_ms[name])
-            changed.append((name if part == name else f"{name} ({part})", self.rows[name]))
-        # The mean includes slow steps. Report it if the typical step did not change, or if slow
-        # steps shift the mean by more than the error of the mean.
-        change_by_slow_steps = abs(self.mean.relative_change - self.step.relative_change)
-        if not self.step.is_significant or change_by_slow_steps > self.mean.relative_error:
-            changed.append((MEAN, self.mean))
-        phases = ", ".join(
-            f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.direction}"
-            for name, row in sorted(changed, key=lambda item: -abs(item[1].change_ms))
-            if row.is_significant
-        )
+        """Significant changes of the step, its phases and other time."""
+        changes = self._significant_changes()
         error = self.step.error_ms / self.step.before_ms
         digits = 1 if error >= 0.001 else 2
         change = f"{100 * self.step.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
         if self.step.is_significant:
-            phases = phases or "no single phase changed significantly"
-            claim = f"{change.lstrip('+-')} {self.direction}: {phases}"
+            changes = changes or "no single phase changed significantly"
+            claim = f"{change.lstrip('+-')} {self.direction}: {changes}"
             return f"{claim}; {self.outside}" if self.outside else claim
-        claim = f"no significant change of the step: {change}"
-        if phases:
+        if changes:
             step = "mean step" if self.is_sampled else "typical step"
-            claim = f"{phases}; {step}: no significant change ({change})"
+            claim = f"{changes}; {step}: no significant change ({change})"
         elif error > _MAX_ERROR:
             claim = f"too noisy to tell ({change}): record longer runs, or more runs per side"
+        else:
+            claim = f"no significant change of the step: {change}"
         return f"{self.outside}; {claim}" if self.outside else claim
+
+    def _significant_changes(self) -> str:
+        """Return the changes of phases, and of the mean of all steps, the largest first."""
+        unit = unit_of(self.step.before_ms)
+        changes_ms = {name: row.change_ms for name, row in self.rows.items()}
+        rows = []
+        for name in self.judged:
+            # Such as "backward (backward/comm)" if most of the change is in a part.
+            part = largest_part(changes_ms, name, sign=changes_ms[name])
+            rows.append((name if part == name else f"{name} ({part})", self.rows[name]))
+        # The mean includes slow steps. Report it if the typical step did not change, or if slow
+        # steps shift the mean by more than the error of the mean.
+        change_by_slow_steps = abs(self.mean.relative_change - self.step.relative_change)
+        if not self.step.is_significant or change_by_slow_steps > self.mean.relative_error:
+            rows.append((MEAN, self.mean))
+        rows.sort(key=lambda item: -abs(item[1].change_ms))
+        return ", ".join(
+            f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.direction}"
+            for name, row in rows
+            if row.is_significant
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers for JSON, with None for NaN."""

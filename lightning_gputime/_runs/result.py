@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.units import plain
+from lightning_gputime._messages import plain
 from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.saved import Run
 

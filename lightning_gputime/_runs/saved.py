@@ -37,8 +37,7 @@ import numpy.typing as npt
 from lightning_gputime._measurement.history import History, list_phases, structured
 from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.slow import SlowStep
-from lightning_gputime._measurement.units import plain, unit_of
-from lightning_gputime._messages import Named, WarnOnce, messages
+from lightning_gputime._messages import Named, WarnOnce, messages, plain, unit_of
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular
 

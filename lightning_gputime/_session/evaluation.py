@@ -96,7 +96,7 @@ class Evaluations:
             kept=self.means,
         )
         means = MeanLog(every_n_steps=None, writer=writer)
-        means.connect(results, is_sampled=False, is_logged=True)
+        means.set_source(results, is_sampled=False, is_logged=True)
 
         def steps_read(records: list[StepRecord], _: int) -> None:
             steps = ReadSteps(records, warmup=0)

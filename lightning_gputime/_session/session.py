@@ -189,7 +189,7 @@ class Session:
         )
 
         # Process the steps that were read.
-        means.connect(results, is_sampled=not self.times_all, is_logged=is_logged)
+        means.set_source(results, is_sampled=not self.times_all, is_logged=is_logged)
         read_peaks = getattr(clock, "peak_memory", None)
         self._memory = MemoryWatch(read_peaks) if read_peaks is not None else None
         results.connect(
