@@ -215,26 +215,6 @@ class _Kept(NamedTuple):
     n: int = 0  # Number of all slow steps.
     excess_ms: float = 0.0  # Excess of all slow steps.
 
-    def plus(self, found: Sequence[SlowEvidence]) -> "_Kept":
-        """Return the slow steps including the next ones. If they are too many, drop small ones."""
-        steps, summed = [*self.steps, *zip(found, repeat(1.0))], self.summed
-        if len(steps) > 2 * _MAX_KEPT:
-            # Indices of steps, the largest excess first.
-            order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)
-            largest, smaller = order[:_MAX_KEPT], order[_MAX_KEPT:]
-            summed = summed.plus(
-                (step.explained(), weight)
-                for step, weight in (steps[i] for i in sorted(smaller))
-                if step.is_explained
-            )
-            unexplained = [i for i in smaller if not steps[i][0].is_explained]
-            for kept, dropped in zip(unexplained[::2], unexplained[1::2], strict=False):
-                # The kept step, which has the next larger excess, represents the dropped step, too.
-                steps[kept] = steps[kept][0], steps[kept][1] + steps[dropped][1]
-            steps = [steps[i] for i in sorted([*largest, *unexplained[::2]])]
-        excess_ms = self.excess_ms + sum([step.excess_ms for step in found])
-        return _Kept(steps, summed, self.n + len(found), excess_ms)
-
     def sums(self) -> _Sums:
         """Return the sums over all slow steps. Causes are estimates if steps were dropped."""
         return self.summed.plus((step.explained(), weight) for step, weight in self.steps)
@@ -283,7 +263,24 @@ class SlowLog:
         # The first steps are compared late. Drop steps that an earlier log has already covered.
         self._pending = [step for step in explained if step.step > self._logged]
 
-        self._kept = self._kept.plus(found)
+        kept = self._kept
+        steps, summed = [*kept.steps, *zip(found, repeat(1.0))], kept.summed
+        if len(steps) > 2 * _MAX_KEPT:
+            # Indices of steps, the largest excess first.
+            order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)
+            largest, smaller = order[:_MAX_KEPT], order[_MAX_KEPT:]
+            summed = summed.plus(
+                (step.explained(), weight)
+                for step, weight in (steps[i] for i in sorted(smaller))
+                if step.is_explained
+            )
+            unexplained = [i for i in smaller if not steps[i][0].is_explained]
+            for i, dropped in zip(unexplained[::2], unexplained[1::2], strict=False):
+                # Add its weight to the unexplained step with the next larger excess.
+                steps[i] = steps[i][0], steps[i][1] + steps[dropped][1]
+            steps = [steps[i] for i in sorted([*largest, *unexplained[::2]])]
+        excess_ms = kept.excess_ms + sum([step.excess_ms for step in found])
+        self._kept = _Kept(steps, summed, kept.n + len(found), excess_ms)
         return explained
 
     @property

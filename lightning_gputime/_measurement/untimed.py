@@ -139,12 +139,20 @@ class _StepLengths:
 
         Durations are negative if unknown; `timed` has the indices of the timed steps.
         """
+        # One function, because it runs in the loop: calls would cost more than the work.
         self._untimed.extend([ns for i, ns in enumerate(took_ns) if ns >= 0 and i not in timed])
-        self._timed.extend([took_ns[i] for i in timed if took_ns[i] >= 0])
+        if timed:
+            self._timed.extend([took_ns[i] for i in timed if took_ns[i] >= 0])
         self._n_new += len(took_ns)
-        if self._n_new >= 0.2 * len(self._untimed):
+        if self._n_new >= 0.2 * len(self._untimed):  # Many are new: estimate again.
             self._n_new = 0
-            self._estimate()
+            median_ns, added_ns = median(self._untimed or self._timed or [0.0]), 0.0
+            if self._timed and self._untimed:
+                # Timing windows are moved onto long steps, so up to half of the timed steps may be
+                # long. The first quartile ignores them.
+                added_ns = sorted(self._timed)[len(self._timed) // 4] - median_ns
+            self._added_ns = min(max(added_ns, 0.0), 0.4e6)
+            self._ordinary_ns = max(median_ns, 1.0)
         without_timing_ns = took_ns
         if timed:  # Do not mistake them for long steps.
             added_ns = self._added_ns
@@ -157,16 +165,6 @@ class _StepLengths:
             0 if ns < long_ns else min(int(math.log(ns / long_ns, 2.0)) + 1, _STRATA - 1)
             for ns in without_timing_ns
         ]
-
-    def _estimate(self) -> None:
-        """Estimate the duration of an ordinary step, and the time that timing adds to it."""
-        median_ns, added_ns = median(self._untimed or self._timed or [0.0]), 0.0
-        if self._timed and self._untimed:
-            # Timing windows are moved onto long steps, so up to half of the timed steps may be
-            # long. The first quartile ignores them.
-            added_ns = sorted(self._timed)[len(self._timed) // 4] - median_ns
-        self._added_ns = min(max(added_ns, 0.0), 0.4e6)
-        self._ordinary_ns = max(median_ns, 1.0)
 
 
 class UntimedSteps:
@@ -256,6 +254,7 @@ class UntimedSteps:
 
     def settle(self, until: int = 0) -> None:
         """Add all steps up to the last timed step that was read, and all before index `until`."""
+        # One function, because it runs in the loop: calls would cost more than the work.
         timed, n_warmup_read = self._read, self._n_warmup_read
         self._read, self._n_warmup_read = [], 0
         if timed:
@@ -264,38 +263,9 @@ class UntimedSteps:
         n = min(max(until - first, 0), len(self.ends_ns))
         if not n:
             return
-        took_ns = self._settle_durations(n)
-        # Positions in `took_ns`, which counts steps from `first` on.
-        timed_at: list[int] = []
-        if timed:
-            indices = [step.step_index for step in timed]
-            timed_at = [index - first for index in indices if first <= index < first + n]
-            device_ms = sum([sum(step.device_ms) for step in timed])
-            waited_ms = sum([step.wait_ms for step in timed])
-            self.is_gpu_bound = waited_ms >= 0.1 * device_ms
-        strata = self._step_lengths.add(took_ns, {*timed_at})
-        if self.is_gpu_bound:
-            strata = [0] * n
-        self._count(first, took_ns, strata, timed_at)
-        # Add steps in order, because each block represents the untimed steps before it.
-        records = {step.step_index - first: step for step in timed[n_warmup_read:]}
-        start = 0
-        for i in [*timed_at, n]:
-            self._add_untimed(took_ns[start:i], strata[start:i])
-            if i in records:
-                if strata[i] != self._open_stratum or len(self._open_steps) >= 5:
-                    self._end_block()
-                    self._open_stratum = strata[i]
-                self._open_steps.append(records[i])
-            start = i + 1
-        self._end_block()
-
-    def _settle_durations(self, n: int) -> list[int]:
-        """Return the durations of the next `n` steps; -1 for steps that no statistic includes."""
-        first = self._n_settled
         self._n_settled += n
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
-        took_ns = list[int]()
+        took_ns = list[int]()  # -1 for excluded steps.
         for index, end_ns in enumerate(self.ends_ns[:n], start=first):
             while self._restarts and self._restarts[0][0] <= index:
                 self._settled_ns = self._restarts.popleft()[1]
@@ -309,15 +279,21 @@ class UntimedSteps:
         del self.ends_ns[:n]
         warmup_steps = min(max(self._warmup_steps - first, 0), n)
         took_ns[:warmup_steps] = [-1] * warmup_steps
-        return took_ns
+        # Positions in `took_ns`, which counts steps from `first` on.
+        timed_at: list[int] = []
+        if timed:
+            indices = [step.step_index for step in timed]
+            timed_at = [index - first for index in indices if first <= index < first + n]
+            device_ms = sum([sum(step.device_ms) for step in timed])
+            waited_ms = sum([step.wait_ms for step in timed])
+            self.is_gpu_bound = waited_ms >= 0.1 * device_ms
 
-    def _count(
-        self, first: int, took_ns: Sequence[int], strata: Sequence[int], timed_at: Sequence[int]
-    ) -> None:
-        """Add steps, timed or not, to the histogram of durations and to their strata."""
         bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
         self._histogram.update(bins)
         self._max_ns = max(self._max_ns, *took_ns)
+        strata = self._step_lengths.add(took_ns, {*timed_at})
+        if self.is_gpu_bound:
+            strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
         for i, k in enumerate(strata):
             stratum = self._strata[k]
@@ -331,19 +307,27 @@ class UntimedSteps:
                 self._strata[strata[i]].timed_n += 1
                 self._strata[strata[i]].timed_ns += took_ns[i]
 
-    def _add_untimed(self, took_ns: Sequence[int], strata: Sequence[int]) -> None:
-        """End the block, and add the untimed steps that follow it to their strata."""
-        if not took_ns:
-            return  # Timed steps without an untimed step between them may be one block.
+        # Add steps in order, because each block represents the untimed steps before it.
+        records = {step.step_index - first: step for step in timed[n_warmup_read:]}
+        start = 0
+        for i in [*timed_at, n]:
+            if i > start:
+                self._end_block()
+                for k in sorted({*strata[start:i]}):
+                    each_ns = zip(took_ns[start:i], strata[start:i], strict=True)
+                    if known_ns := [ns for ns, stratum in each_ns if stratum == k and ns >= 0]:
+                        self.n += len(known_ns)
+                        gap = _Gap(len(known_ns), sum(known_ns) / 1e6)
+                        if self.is_gpu_bound:
+                            gap = _Gap(uncertain=len(known_ns))
+                        self._strata[k].add_untimed(gap)
+            if i in records:
+                if strata[i] != self._open_stratum or len(self._open_steps) >= 5:
+                    self._end_block()
+                    self._open_stratum = strata[i]
+                self._open_steps.append(records[i])
+            start = i + 1
         self._end_block()
-        for k in sorted({*strata}):
-            each_ns = zip(took_ns, strata, strict=True)
-            if known_ns := [ns for ns, stratum in each_ns if stratum == k and ns >= 0]:
-                self.n += len(known_ns)
-                gap = _Gap(len(known_ns), sum(known_ns) / 1e6)
-                if self.is_gpu_bound:
-                    gap = _Gap(uncertain=len(known_ns))
-                self._strata[k].add_untimed(gap)
 
     def _end_block(self) -> None:
         if self._open_steps:

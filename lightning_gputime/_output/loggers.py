@@ -188,23 +188,18 @@ class MeanLog:
     def take(self, steps: ReadSteps) -> bool:
         """Add steps that `results` already includes. Return True if a log was written."""
         records = steps.records
-        n_logged = 0  # Number of the steps that a log of this call includes.
-
-        def add_until(n: int) -> None:
-            # The sums over all steps are known.
-            is_all = n_logged == 0 and n == len(records)
-            self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
-
+        n_logged = 0  # Number of these steps that a log of this call includes.
         if not self._is_sampled:
             self.start(records[0].number - 1)
             if records[-1].number >= self._due_at:
                 for n, step in enumerate(records, 1):
                     if step.number >= self._due_at:
-                        add_until(n)
+                        is_all = n_logged == 0 and n == len(records)
+                        self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
                         self.log_at(step.number)
                         n_logged = n
         if n_logged < len(records):
-            add_until(len(records))
+            self._sums.merge(Sums(records[n_logged:]) if n_logged else steps.sums)
             self.newest = records[-1].number
         return n_logged > 0
 
