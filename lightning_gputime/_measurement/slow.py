@@ -266,7 +266,7 @@ class SlowLog:
         kept = self._kept
         steps, summed = [*kept.steps, *zip(found, repeat(1.0))], kept.summed
         if len(steps) > 2 * _MAX_KEPT:
-            # Indices of steps, the largest excess first. In place, because it runs in the loop.
+            # Indices of steps, the largest excess first.
             order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)
             largest, smaller = order[:_MAX_KEPT], order[_MAX_KEPT:]
             summed = summed.plus(
