@@ -157,11 +157,11 @@ class _PlainLoop(BatchState):
         timer._safely(self.begin)
         timer._read_loader(iterable, in_data=True)
         seen, wall_clock = _Seen.NOTHING, self._wall_clock
-        self.is_fetched = True
+        self.is_fetching = True
         wall_clock.start_loop()
         try:
             for item in iterable:
-                self.is_fetched = False
+                self.is_fetching = False
                 if timer._session.mode is not OFF:
                     try:
                         timer._session.batch_begins(item)
@@ -195,10 +195,10 @@ class _PlainLoop(BatchState):
                         seen = self._end_unusual_batch(timer, seen)
                 except Exception as error:
                     timer._give_up(error)
-                self.is_fetched = True
+                self.is_fetching = True
         finally:
             wall_clock.end_loop()
-        self.is_fetched = False
+            self.is_fetching = False
         timer._safely(self._end_loop, seen)
 
     def _end_unusual_batch(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:

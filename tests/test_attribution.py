@@ -210,6 +210,8 @@ def test_long_batches_explain_slow_steps_and_padding_is_reported(loop: Loop) -> 
     [
         (torch.ones(3, 5), Content(elements=15)),
         ({"input_ids": torch.ones(2, 7, dtype=torch.long)}, Content(tokens=14)),
+        (torch.ones(2, 7, dtype=torch.long), Content(tokens=14)),
+        (torch.ones(2, 3, 4, 4, dtype=torch.uint8), Content(elements=96)),
         ([torch.ones(3, 5), torch.ones(3, dtype=torch.long)], Content(elements=15)),
         ([{"x": (torch.ones(2), torch.ones(2, 4, dtype=torch.int))}], Content(8, 0, 2)),
         ("text", Content()),

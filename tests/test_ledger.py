@@ -591,6 +591,34 @@ def test_recomputation_of_checkpointed_activations_is_a_row(gpu: FakeGPU) -> Non
     assert "turn activation checkpointing off there" in advice.text
 
 
+class Encoder(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return result
+
+
+class Decoder(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.block, x, use_reentrant=False)
+        result: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return result
+
+
+def test_recomputation_of_a_function_is_divided_between_its_checkpoints(gpu: FakeGPU) -> None:
+    model = nn.Sequential(Encoder(Block(gpu)), Decoder(Block(gpu)))
+    summary = train(gpu_bound, gpu, model=model)
+    rows = [row for row in summary.lines if row.is_recomputed]
+    assert sorted((row.function, round(row.ms, 2)) for row in rows) == [
+        ("Decoder.forward", 3.0),
+        ("Decoder.forward", 3.0),
+        ("Encoder.forward", 3.0),
+    ]
+
+
 def test_evaluation_inside_a_step_is_named_by_its_own_line(gpu: FakeGPU) -> None:
     def estimate(model: nn.Module, x: Tensor) -> None:
         with torch.no_grad():

@@ -342,7 +342,8 @@ def test_line_with_most_of_the_time_of_a_batch_is_named(ms: float, code: str, pl
     ],
 )
 def test_slowdown_names_the_slower_workers(newest_ms: tuple[float, float], text: str) -> None:
-    workers = tuple(replace(WORKER, newest_ms=ms) for ms in newest_ms)
+    idle = replace(WORKER, batches=0)
+    workers = (*(replace(WORKER, newest_ms=ms) for ms in newest_ms), idle)
     assert describe_slowdown([replace(TIMES, workers=workers)]) == text
 
 

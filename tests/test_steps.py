@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -759,6 +759,24 @@ def test_eval_calls_before_each_step_warn(loop: Loop, caplog: pytest.LogCaptureF
     )
     assert timer.summary().diagnosis.code == "GPU-bound"
     assert "not measured: evaluations, because they may be a part" in str(timer.summary())
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_loader_that_raised_does_not_hide_later_evaluations(loop: Loop, raises: bool) -> None:
+    def failing() -> Iterator[Tensor]:
+        yield from loop.batches(2)
+        if raises:
+            raise OSError
+
+    with hooks(loop) as timer:
+        with suppress(OSError):
+            loop.train_all(timer.steps(failing()))
+        for x in loop.batches(6):
+            loop.train(x)
+            timer.step()
+            evaluate(loop, 3)
+    assert len(steps(timer)) == 8
+    assert all(step.get("data", 0.0) <= 1.125 for step in steps(timer))
 
 
 def test_validation_of_a_copy_gets_advice_to_pause(loop: Loop) -> None:

@@ -129,9 +129,11 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
     tokenizer().save_pretrained(inside)
     kinds = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     layers = [kinds.Transformer(str(inside)), kinds.Pooling(16)]
-    # This buffer is not in the file. After many other tests of the process, it was uninitialized.
-    [positions] = (v for name, v in layers[0].named_buffers() if name.endswith("position_ids"))
-    positions.copy_(torch.arange(32))
+    # These buffers are not in the file. After many other tests of the process, they were
+    # uninitialized before any timer existed.
+    buffers = {name.rpartition(".")[2]: value for name, value in layers[0].named_buffers()}
+    buffers["position_ids"].copy_(torch.arange(32))
+    buffers["token_type_ids"].zero_()
     model = st.SentenceTransformer(modules=layers, device="cpu")
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     data = rows(anchor=["a b", "c d"], positive=["a c", "d e"])

@@ -13,6 +13,7 @@ from lightning_gputime._compat.torch_ import function_modes, without_function_mo
 
 MASK = "attention_mask"
 _MAX_STEPS = 4000  # Number of newest steps whose content is kept.
+_OF_TOKENS = (torch.int64, torch.int32)
 _MAX_MASK = 100_000  # Larger masks are not summed, which would take 0.1 ms or more.
 _MIN_PADDING = 0.2  # Minimum share of padding that is reported.
 
@@ -20,9 +21,9 @@ _MIN_PADDING = 0.2  # Minimum share of padding that is reported.
 class Content(NamedTuple):
     """Content of the batches of a step."""
 
-    tokens: int = 0  # Elements of the largest integer tensor of each batch, including padding.
+    tokens: int = 0  # Elements of the largest int32 or int64 tensor of each batch, with padding.
     used: int = 0  # Tokens without padding; 0 if unknown.
-    elements: int = 0  # Elements of the largest floating-point tensor of each batch.
+    elements: int = 0  # Elements of the largest tensor of another type of each batch.
 
 
 class BatchLog:
@@ -42,8 +43,8 @@ class BatchLog:
         """Add a batch of the open step. It may be of any type, and is not kept."""
         found = self.open or Content()
         try:
-            if type(batch) is Tensor and not function_modes():
-                # The most common case of a small model, without another call.
+            if type(batch) is Tensor and not function_modes() and batch.is_floating_point():
+                # The most common case of a small model, without more calls.
                 elements = found.elements + batch.numel()
                 self.open = Content(found.tokens, found.used, elements)
                 return
@@ -100,13 +101,13 @@ class BatchLog:
 def _content_of(batch: Any) -> Content:
     tokens, elements, used = 0, 0, 0
     for name, tensor in _tensors(batch, 0):
-        if tensor.is_floating_point():
+        # Reading a tensor on a device would make the host wait for it.
+        if name == MASK and tensor.device.type == "cpu" and tensor.numel() <= _MAX_MASK:
+            used = int(torch.count_nonzero(tensor))
+        if tensor.dtype not in _OF_TOKENS:
             elements = max(elements, tensor.numel())
         elif tensor.dim() >= 2 or name == "input_ids":
             tokens = max(tokens, tensor.numel())
-            # Reading a tensor on a device would make the host wait for it.
-            if name == MASK and tensor.device.type == "cpu" and tensor.numel() <= _MAX_MASK:
-                used = int(torch.count_nonzero(tensor))
     return Content(tokens, used, elements)
 
 

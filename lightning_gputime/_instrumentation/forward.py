@@ -300,7 +300,7 @@ class ForwardBoundary:
         searches = self._evaluation_search is _ACTIVE
         if searches and not torch.is_grad_enabled():
             # In a fetch, the loader calls the model, for example to choose samples.
-            if self._batch.is_fetched:
+            if self._batch.is_fetching:
                 self._is_training_call = False
                 return
             if not module.training:
@@ -481,7 +481,7 @@ class GenerationBoundary:
         if not is_timed or recorder.named.names:
             return False
         is_inside = self._forward.running or current_graph_task_id() != -1
-        if not batch.is_open or batch.is_fetched or is_inside:
+        if not batch.is_open or batch.is_fetching or is_inside:
             return False
         label = recorder.label or OTHER
         # After `data`, the work on the batch begins: the time after the generation is `other`.

@@ -30,12 +30,12 @@ class BatchState:
     Attributes:
         is_open: True while the loop works on a batch. Model calls outside of it belong to other
             code, such as a callback that samples images.
-        is_fetched: True while the loader fetches the next batch. A model call without grad is then
+        is_fetching: True while the loader fetches the next batch. A model call without grad is then
             part of the fetch.
     """
 
     is_open = True
-    is_fetched = False
+    is_fetching = False
 
     def open(self) -> None:
         self.is_open = True

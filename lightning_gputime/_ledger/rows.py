@@ -354,32 +354,32 @@ def _move_recomputation(cells_ms: dict[Cell, float]) -> None:
     """Move time of backward to where activation checkpointing runs forward again.
 
     Backward runs each checkpointed function a second time, which takes as long as in forward. The
-    marks in backward do not tell this time from that of its gradients.
+    marks in backward do not tell this time from that of its gradients, nor by which of several
+    checkpoints a function runs.
     """
-    forward_ms: dict[Line, float] = defaultdict(float)  # Time inside each checkpoint.
-    checkpoints: dict[_FunctionKey, Line] = {}  # Checkpoint of each function inside.
+    # Time in forward of each function inside a checkpoint, by its outermost checkpoint.
+    forward_ms: dict[_FunctionKey, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
     for cell, ms in cells_ms.items():
-        if cell.phase.partition("/")[0] != FORWARD or cell.place.function is None:
+        if cell.phase.partition("/")[0] == FORWARD and cell.place.function is not None:
+            around = (function for function, _ in cell.place.path if _is_checkpoint(function))
+            if (outermost := next(around, None)) is not None:
+                forward_ms[cell.place.function.key][outermost.whole] += ms
+    backward = defaultdict[_FunctionKey, list[Cell]](list)
+    for cell in cells_ms:
+        if cell.phase.partition("/")[0] == BACKWARD and cell.place.function is not None:
+            backward[cell.place.function.key].append(cell)
+    for key, by_checkpoint in forward_ms.items():
+        backward_ms = sum(cells_ms[cell] for cell in backward[key])
+        all_ms = sum(by_checkpoint.values())
+        if not backward_ms or not all_ms:
             continue
-        for function, _ in cell.place.path:
-            if _is_checkpoint(function):
-                forward_ms[function.whole] += ms
-                checkpoints[cell.place.function.key] = function.whole
-    for checkpoint, ms in forward_ms.items():
-        cells = [
-            cell
-            for cell in cells_ms
-            if cell.phase.partition("/")[0] == BACKWARD
-            and cell.place.function is not None
-            and checkpoints.get(cell.place.function.key) is checkpoint
-        ]
-        backward_ms = sum(cells_ms[cell] for cell in cells)
-        share = min(ms / backward_ms, 1.0) if backward_ms else 0.0
-        for cell in cells:
-            moved_ms = share * cells_ms[cell]
+        moved_share = min(all_ms / backward_ms, 1.0)
+        for cell in backward[key]:
+            moved_ms = moved_share * cells_ms[cell]
             cells_ms[cell] -= moved_ms
-            moved = cell._replace(place=checkpoint)
-            cells_ms[moved] = cells_ms.get(moved, 0.0) + moved_ms
+            for checkpoint, ms in by_checkpoint.items():
+                moved = cell._replace(place=checkpoint)
+                cells_ms[moved] = cells_ms.get(moved, 0.0) + moved_ms * ms / all_ms
 
 
 def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float) -> list[float]:

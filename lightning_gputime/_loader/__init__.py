@@ -81,12 +81,13 @@ def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
 
     If all workers have slowed down, do not name it.
     """
-    workers = [worker for loader in loaders for worker in enumerate(loader.workers)]
-    slower = [
+    workers = [
         (number, worker)
-        for number, worker in workers
-        if worker.batches and worker.newest_ms >= 1.25 * worker.batch_ms
+        for loader in loaders
+        for number, worker in enumerate(loader.workers)
+        if worker.batches
     ]
+    slower = [each for each in workers if each[1].newest_ms >= 1.25 * each[1].batch_ms]
     if not slower:
         return ""
     number, slowest = max(slower, key=lambda numbered: numbered[1].newest_ms)

@@ -253,8 +253,8 @@ class LiveFile:
 def remove_leftovers(path: str) -> None:
     """Remove temporary files of processes that were killed in `write`. Never raise an OSError."""
     target = Path(path)
-    with suppress(OSError):
-        for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        with suppress(OSError):  # Another process may have removed it.
             if time.time() - leftover.stat().st_mtime > _MIN_LEFTOVER_AGE_S:
                 leftover.unlink()
 
