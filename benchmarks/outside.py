@@ -147,7 +147,7 @@ CASES = {
     "control": Case(""),
     "spinning Python thread": Case("spin_in_python", in_bursts, "spin_in_python", 1),
     "thread in NumPy": Case("sort_in_numpy|CPU core", in_bursts, "sort_in_numpy", CORES),
-    "asynchronous save": Case("save", save_in_thread),
+    "asynchronous save": Case("save|storage", save_in_thread),
     "dd of a large file": Case("`dd`|storage", spawn(*DD)),
     "process on the GPU": Case("GPU", spawn(sys.executable, "-c", BUSY_GPU), needs_gpu=True),
     "process on the cores": Case("python|core", spawn(sys.executable, "-c", BUSY, n=CORES)),
@@ -223,8 +223,7 @@ def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
     planted_ms = float(_excess(all_ms).sum())
     summary, _, _ = run(case, front, device, steps, timed=True)
     outside = summary.measurement.outside
-    found = [*outside.causes, *filter(None, [outside.blocking])] if outside else []
-    causes = [(str(cause), cause.share) for cause in found]
+    causes = [(str(cause), cause.share) for cause in outside.causes] if outside else []
     if summary.slow is not None:
         shares = summary.slow.cause_shares.items()
         causes += [(name, share / summary.slow.share) for name, share in shares if share >= 0.02]

@@ -412,7 +412,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         **options: Unpack[AllOptions],
     ) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
-        _restore_class(type(self))
+        _remove_methods_set_on(type(self))
         self._path = check_save_path(save_path)
         self._fit: Fit | None = None
         # The trainer whose fit the wall clock measures, from before `setup` until after `teardown`.
@@ -705,7 +705,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 _LOG = vars(GPUPhaseTimer)["log"]
 
 
-def _restore_class(timer_class: type) -> None:
+def _remove_methods_set_on(timer_class: type) -> None:
     """Remove methods that Lightning has set on the class, if it was passed the class by mistake."""
     for owner in timer_class.__mro__:
         if issubclass(owner, GPUPhaseTimer):

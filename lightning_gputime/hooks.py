@@ -247,7 +247,7 @@ class _PlainLoop(BatchState):
         wall_clock = self._wall_clock
         if not wall_clock.has_stepped:
             wall_clock.end_first_step()
-            session.first_step_ended()
+            session.restart_second_step()
         elif wall_clock.entry is not STEPS:
             wall_clock.resume_steps()  # A loop that calls `step()` follows loops over `steps()`.
         self._step += 1

@@ -351,7 +351,7 @@ def test_sources_that_the_system_lacks_are_listed(monkeypatch: pytest.MonkeyPatc
     def refuse(*args: Any, **options: Any) -> Any:
         raise FileNotFoundError
 
-    monkeypatch.setattr(machine, "core_times", lambda native_id: None)
+    monkeypatch.setattr(machine, "_File", refuse)
     monkeypatch.setitem(machine.__dict__, "open", refuse)
     log = MachineLog(time.perf_counter_ns, system_sources(None))
     assert log.missing == ["threads", "other processes", "pressure", "swap"]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lightning_gputime._attribution.overlap import Candidate
 from lightning_gputime._compat.python_ import place_in_thread
 from lightning_gputime._measurement.culprits import Source
-from lightning_gputime._record.clock import IGNORED_THREADS, core_times
+from lightning_gputime._record.clock import IGNORED_THREADS, thread_ns
 
 # Fraction of the time that reading a source may take, and minimum interval of reads: in the loop,
 # where all sources together may take 0.1 %, and in the sampling thread.
@@ -34,10 +34,26 @@ _MIN_BUSY = 0.05  # Threads and processes below this fraction of a core are not 
 _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become busy.
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")
+_PAGES = re.compile(rb"^(pswpin|pswpout|pgmajfault) (\d+)", re.MULTILINE)
 
 
 BLOCKED, WAITED = "blocked", "waited"
 """Names of the times in which the thread of the loop was blocked, and waited for a CPU core."""
+
+
+class _File:
+    """A file of Linux, kept open: opening it for each reading takes ten times as long."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self) -> bytes:
+        parts, offset = list[bytes](), 0
+        while part := os.pread(self._descriptor, 65_536, offset):
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
 
 
 class MachineSource:
@@ -71,9 +87,9 @@ class Threads(MachineSource):
     def __init__(self) -> None:
         super().__init__()
         self._loop = threading.get_native_id()
+        self._loop_times = _File(f"/proc/self/task/{self._loop}/schedstat")
         self._run_ns: dict[int, int] | None = None  # Time of each thread at the last read.
-        if core_times(self._loop) is None:
-            raise OSError
+        thread_ns(self._loop)  # Raises OSError if this kernel has no such clocks.
 
     def read(self) -> Mapping[str, float]:
         run_ns: dict[int, int] = {}
@@ -81,22 +97,23 @@ class Threads(MachineSource):
             native_id = thread.native_id
             if native_id is None or any(part in thread.name for part in IGNORED_THREADS):
                 continue
-            times = core_times(native_id)
-            if times is None:  # The thread has ended.
-                continue
             if native_id == self._loop:
-                self.sums[WAITED] = times[1] / 1e9
-                self.sums[BLOCKED] = (time.perf_counter_ns() - sum(times)) / 1e9
+                ran_ns, waited_ns = map(int, self._loop_times.read().split()[:2])
+                self.sums[WAITED] = waited_ns / 1e9
+                self.sums[BLOCKED] = (time.perf_counter_ns() - ran_ns - waited_ns) / 1e9
                 continue
-            run_ns[native_id] = times[0]
+            try:
+                ns = run_ns[native_id] = thread_ns(native_id)
+            except OSError:  # The thread has ended.
+                continue
             # Of a thread that runs at the first read, only the time since then counts.
-            last_ns = times[0] if self._run_ns is None else self._run_ns.get(native_id, 0)
-            if times[0] <= last_ns:
+            last_ns = ns if self._run_ns is None else self._run_ns.get(native_id, 0)
+            if ns <= last_ns:
                 continue
             # Python names a thread "Thread-7 (save)" after its function.
             function = re.search(r"\((\w+)\)$", thread.name)
             name = f"thread `{function[1] if function else _NUMBERS.sub('', thread.name)}`"
-            self.sums[name] += (times[0] - last_ns) / 1e9
+            self.sums[name] += (ns - last_ns) / 1e9
             # Looked up once, because it takes longer than the rest.
             if name not in self.places and (place := place_in_thread(thread.ident or 0)):
                 file, line, code = place
@@ -207,12 +224,18 @@ class Pressure(MachineSource):
         "cpu": "processes that wait for a CPU core",
     }
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._files = {
+            name: _File(f"/proc/pressure/{resource}") for resource, name in self._NAMES.items()
+        }
+
     def read(self) -> Mapping[str, float]:
-        found = {}
-        for resource, name in self._NAMES.items():
-            with open(f"/proc/pressure/{resource}", encoding="ascii") as file:
-                found[name] = int(file.readline().rpartition("total=")[2]) / 1e6
-        return found
+        # The first line counts times in which some processes waited, in microseconds.
+        return {
+            name: int(file.read().splitlines()[0].rpartition(b"total=")[2]) / 1e6
+            for name, file in self._files.items()
+        }
 
 
 class VirtualMemory(MachineSource):
@@ -222,19 +245,20 @@ class VirtualMemory(MachineSource):
     """
 
     kind = "pages"
-    _NAMES: Mapping[str, str] = {
-        "pswpin": "swapping",
-        "pswpout": "swapping",
-        "pgmajfault": "page faults that read from disk",
+    _NAMES: Mapping[bytes, str] = {
+        b"pswpin": "swapping",
+        b"pswpout": "swapping",
+        b"pgmajfault": "page faults that read from disk",
     }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file = _File("/proc/vmstat")
 
     def read(self) -> Mapping[str, float]:
         found: dict[str, float] = defaultdict(float)
-        with open("/proc/vmstat", encoding="ascii") as file:
-            for line in file:
-                name, _, value = line.partition(" ")
-                if name in self._NAMES:
-                    found[self._NAMES[name]] += int(value)
+        for key, value in _PAGES.findall(self._file.read()):
+            found[self._NAMES[key]] += int(value)
         return found
 
 

@@ -23,6 +23,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 MIN_STEPS, MIN_SLOW = 50, 5  # Numbers of steps, and of steps with excess, to test anything.
+# A thread or process is named before the pressure that it causes, down to this fraction of the
+# share of the pressure: a thread that ends between two readings is seen for a part of its time.
+_MIN_SPECIFIC = 0.6
 MIN_SHARE = 0.1  # Candidates with a smaller share of the excess are not reported.
 FALSE_ALARMS = 0.01  # Probability that any candidate of a run is reported by chance.
 _DRAWS = 9999  # Number of random placements of the excess.
@@ -90,9 +93,9 @@ def attribute(
             significant.append((index, p))
         if not significant:
             break
-        # Of several that explain nearly the same, the first in the list is the most specific.
+        # Of several that explain about the same, the first in the list is the most specific.
         most = max(splits[index].share for index, _ in significant)
-        index, p = min((i, p) for i, p in significant if splits[i].share >= 0.8 * most)
+        index, p = min((i, p) for i, p in significant if splits[i].share >= _MIN_SPECIFIC * most)
         split, candidate = splits[index], remaining.pop(index)
         low, high = _interval(left_ms, split, random)
         scale = float(left_ms.sum()) / total_ms

@@ -284,18 +284,20 @@ class TimedLoop:
             # The timer was attached inside this step, so the next is the first to be timed.
             self._has_updated = True
             session.begin_step()
+            # From here on, `on_call_start` and `on_call_end` time the fetches.
             if (entry := loader_next()) is not None:
                 session.attach_until_end(Subscription(*entry, self))
             return
         if not self._datasets:
             self._find_datasets()
             n_backward = session.recorder.open.labels.count(AFTER_BACKWARD)
+            # Without a loader, nothing tells whether these are micro-batches.
             if n_backward > 1 and not self._datasets:
                 self._timer._warn_once(_MICRO_BATCHES, n_backward)
         self._timer.step()
 
     def _find_datasets(self) -> None:
-        """Take the datasets that the first timed step has read as the training datasets."""
+        """Take the datasets that the first timed steps have read as the training datasets."""
         for iterator in self._iterators:
             self._datasets.append(_Dataset(dataset_of_iterator(iterator)))
             self._early.move(iterator, self._timer._culprits)

@@ -97,7 +97,7 @@ def report_missing_names(trainer: Any) -> None:
 
 
 def expected_of(trainer: Any) -> list[Expected]:
-    """Return the labels that the methods of a Trainer give each step."""
+    """Return the labels that each step of a Trainer must have, and what to report otherwise."""
     if not _FETCH.is_in(trainer):
         return []  # `report_missing_names` has reported it.
     reason = f"transformers {version_of('transformers')} did not call `{_FETCH.attribute}`"

@@ -101,8 +101,8 @@ class Boundaries:
         activate(recorder)
 
     @property
-    def has_worked(self) -> bool:
-        """True if the open step contains a model call or an optimizer update."""
+    def has_training_work(self) -> bool:
+        """True if the open step contains a model call of the training, or an optimizer update."""
         return self.forward.calls > 0 or self.optimizer.updates > 0
 
     def step_ended(self, *, timed: bool = True, is_dropped: bool = False) -> bool:

@@ -435,7 +435,7 @@ class ForwardBoundary:
         return output.grad_fn is not None
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
-        # A loss inside a model call is part of that call.
+        # A loss inside a model call, or computed again in backward, is part of that.
         if not self.running and current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 

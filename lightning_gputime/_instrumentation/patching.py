@@ -154,14 +154,19 @@ class FunctionPatch:
         # Learning rate schedulers read this attribute of the function that they wrap.
         return self._call.__func__
 
+    @property
+    def _installed(self) -> Any:
+        """The object that replaces the function."""
+        return self if self.replacement is None else self.replacement
+
     def _register(self) -> None:
         """Let `patch_of` find the patch by the object that it sets."""
-        _patches[id(_object_of(self if self.replacement is None else self.replacement))] = self
+        _patches[id(_object_of(self._installed))] = self
 
     @property
     def is_applied(self) -> bool:
         current = vars(self._owner).get(self._name)
-        return current is (self if self.replacement is None else self.replacement)
+        return current is self._installed
 
     def apply(self) -> bool:
         """Replace the function. Return False and do nothing if other code has replaced it."""
@@ -175,7 +180,7 @@ class FunctionPatch:
         )
         if has_class_changed:
             return False
-        self._set(self if self.replacement is None else self.replacement)
+        self._set(self._installed)
         return True
 
     def restore(self) -> None:

@@ -195,7 +195,7 @@ class Examiner:
         return self._marks
 
     def _more_events(self, events: int) -> int:
-        """Return how many more events may follow after this many; 0 to ignore frequent lines."""
+        """Return how many more events may follow; 0 or less to ignore frequent lines."""
         event_ns = self.marks_ns / self._n_marks if self._n_marks else _FIRST_MARK_NS
         event_ns += _EVENT_NS
         # Without its events, the step may already have taken longer than expected.

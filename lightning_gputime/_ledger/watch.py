@@ -234,16 +234,19 @@ class LineWatch:
             self._mark(function.whole, False)
 
     def _count(self, code: CodeType, number: int) -> None:
-        """Count an event. If events cost too much, ignore the line with the most of them."""
+        """Count an event. If events cost too much, ignore the line or function with the most."""
         self._events[id(code), number] += 1
         self._n_events += 1
         if self._n_events > self._limit:
-            self._limit = self._n_events + self._more_events(self._n_events)
-            if self._n_events >= self._limit:
+            n_more = self._more_events(self._n_events)
+            self._limit = self._n_events + n_more
+            if n_more <= 0:
                 self._ignore_most_frequent(code)
 
     def _ignore_most_frequent(self, code: CodeType) -> None:
         """Ignore the line with the most events, or the function with the most calls.
+
+        Ignore nothing if these are few: then the time of many lines adds up.
 
         `code` is the function of the newest event.
         """

@@ -148,7 +148,7 @@ class Results:
         """Replace fields of the `Measurement` that do not depend on the steps."""
         self._facts = replace(self._facts, **known)
 
-    def count_ended(self, steps: int) -> None:
+    def set_ended(self, steps: int) -> None:
         """Set the number of steps that have ended and, if they were timed, have been read."""
         self._ended_steps = steps
 

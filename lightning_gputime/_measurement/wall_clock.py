@@ -294,6 +294,7 @@ class WallClock:
         )
 
     def _put(self, account: _Account) -> None:
+        """Replace the account. Before, report an open entry that changes, by its present name."""
         if self._follow is not None and account.entry != self._account.entry:
             self._follow(self.entry_outside)
         self._account = account

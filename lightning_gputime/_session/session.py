@@ -359,7 +359,7 @@ class Session:
         # From its second batch on, a loop without any backward so far may train without hooks.
         if not (is_first or self.forward.has_trained):
             return False
-        if self._boundaries.has_worked:
+        if self._boundaries.has_training_work:
             return False
         return recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
 
@@ -368,7 +368,7 @@ class Session:
         """True if the open step has only evaluated a model that was trained before."""
         if self.recorder.label not in MAY_EVALUATE or not self.forward.has_trained:
             return False
-        if self._boundaries.has_worked:
+        if self._boundaries.has_training_work:
             return False
         return self.recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, *MAY_EVALUATE}
 
@@ -475,8 +475,8 @@ class Session:
         """Cumulative time of all steps that have ended (in nanoseconds)."""
         return max(self._ended_ns, self._untimed.since_ns)
 
-    def first_step_ended(self) -> None:
-        """Let the second step start now, once the wall clock has ended the first step.
+    def restart_second_step(self) -> None:
+        """Read the start of the second step again, after the wall clock has ended the first step.
 
         The wall clock may have moved the time before the loop, which changes the cumulative time of
         the steps.
@@ -617,11 +617,12 @@ class Session:
 
     def _step_examined(self, cost: float) -> None:
         """Keep what the examiner has found in the step that ended last, and choose the next."""
-        number = self._newest or 0
+        # A step's number counts in the run, its index in this measurement.
+        number, index = self._newest or 0, self._ended - 1
         self._ledger.unavailable = self._examiner.unavailable
         self._ledger.trained_tensors[number] = len(self._examiner.trained)
         self._surroundings.gpu.read(number)
-        self._examinations.step_examined(self._ended - 1, cost)
+        self._examinations.step_examined(index, cost)
 
     # Steps without hooks
 
@@ -861,7 +862,7 @@ class Session:
         if self._may_read():
             self.recorder.pending.drain()
             self._comparison.compare_arrived()
-            self._results.count_ended(self.index - self.recorder.pending.count)
+            self._results.set_ended(self.index - self.recorder.pending.count)
 
     def _may_read(self) -> bool:
         # Only the thread of the loop may read, because two threads would read steps out of order.
@@ -904,7 +905,7 @@ class Session:
             if self.is_attached:
                 if self._memory is not None:
                     self._memory.end()
-                self._results.count_ended(self.index)
+                self._results.set_ended(self.index)
                 self._results.update_facts(is_running=False)
                 self._enter(ENDED)
                 call_safely([self._log_last_steps, self._self_check.end])
@@ -998,7 +999,9 @@ class NoSession:
         return False
 
     attach_until_end = batch_begins = fetch_begins = add_batches = batch_ends = _ignore
-    continue_in_loop = rely_on_updates = has_only_fetched = begin_step = first_step_ended = _ignore
+    continue_in_loop = rely_on_updates = has_only_fetched = begin_step = restart_second_step = (
+        _ignore
+    )
     leave_loop = keep_hooks = publish = log_means = set_loader = start_epoch = _ignore
     compare_ranks = call_own = flush = drain = finish = abort = remove = lose = _ignore
 
