@@ -228,6 +228,14 @@ def test_content_of_a_batch_is_read_from_shapes(batch: Any, content: Content) ->
     assert log.open is None
 
 
+def test_mean_content_is_of_a_unit_that_all_steps_have() -> None:
+    log = BatchLog()
+    for number, content in enumerate((Content(tokens=8, used=6), Content(tokens=4))):
+        log.open = content
+        log.end_step(number)
+    assert log.mean_content() == ("tokens", 6.0)
+
+
 def test_batch_that_raises_has_no_content() -> None:
     class Odd(dict[str, Any]):
         def keys(self) -> Any:

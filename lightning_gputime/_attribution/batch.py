@@ -77,14 +77,14 @@ class BatchLog:
         return f"{100 * share:.0f} % of the tokens are padding" if share >= _MIN_PADDING else ""
 
     def mean_content(self) -> tuple[str, float]:
-        """Return the most specific unit that is known, and its mean amount per step."""
+        """Return the most specific unit that all steps have, and its mean amount per step."""
         steps = [content for _, content in [*self.steps]]
         for unit, amounts in (
             ("non-padding tokens", [content.used for content in steps]),
             ("tokens", [content.tokens for content in steps]),
             ("elements", [content.elements for content in steps]),
         ):
-            if any(amounts):
+            if amounts and all(amounts):
                 return unit, round(sum(amounts) / len(amounts), 1)
         return "", 0.0
 

@@ -36,7 +36,7 @@ from lightning_gputime._measurement.slow import (
     MIN_EXCESS_SHARE,
     SlowLog,
 )
-from lightning_gputime._measurement.untimed import UntimedSteps
+from lightning_gputime._measurement.untimed import MIN_WAIT_SHARE, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.clock import Clock, HostClock, LoopTime
 
@@ -147,7 +147,7 @@ class Surroundings:
     @property
     def _is_gpu_bound(self) -> bool:
         """True if the host waits for the device. Then its single steps have no meaning."""
-        return self._wait_ms >= 0.1 * self._step_ms
+        return self._wait_ms >= MIN_WAIT_SHARE * self._step_ms
 
     def _summary(self) -> OutsideSummary | None:
         if self._host_ns is None:

@@ -42,6 +42,15 @@ _MAX_COST_SHARE, _MIN_RUN_STEPS = 0.002, 1_000
 _MAX_LONG = 3  # Maximum number of steps that are examined because they are expected to be long.
 
 
+def next_recurrence(recurrence: tuple[int, int], first: int) -> int:
+    """Return the index of the next long step from `first` on.
+
+    `recurrence` is the index of a long step, and the expected distance to the next.
+    """
+    last, distance = recurrence
+    return last + max(math.ceil((first - last) / max(distance, 1)), 1) * distance
+
+
 class ExaminationSchedule:
     """Choice of the steps that are examined, by their index, which counts all steps from 0.
 
@@ -114,10 +123,8 @@ class ExaminationSchedule:
         recurrence = self._next_long()
         if recurrence is None or self._n_long >= _MAX_LONG:
             return following
-        last_long, distance = recurrence
         # The step after an examined step cannot be examined: the device has no work queued there.
-        n_recurrences = max(math.ceil((index + 2 - last_long) / max(distance, 1)), 1)
-        next_long = last_long + n_recurrences * distance
+        next_long = next_recurrence(recurrence, index + 2)
         if next_long >= following:
             return following
         self.expects_long = True

@@ -196,7 +196,7 @@ class LineWatch:
                 self._mark(function.whole, True)
 
     def reach(self, code: CodeType, number: int) -> None:
-        """Record that a function has reached a line, and mark the line unless it goes on."""
+        """Record that a function has reached a line. Mark the line if it was at another."""
         stack = self._stack
         if not stack or stack[-1][0].code is not code:
             depth = self._depth_of(code)

@@ -28,6 +28,8 @@ from lightning_gputime._phases import StepRecord
 
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
 _MAX_NEWEST = 4000  # Number of newest steps whose start and end are kept.
+# The host waits for the device if it does so for this fraction of the time of timed steps.
+MIN_WAIT_SHARE = 0.1
 _STRATA = 13  # Number of strata, including the ordinary steps.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -286,7 +288,7 @@ class UntimedSteps:
             timed_at = [index - first for index in indices if first <= index < first + n]
             device_ms = sum([sum(step.device_ms) for step in timed])
             waited_ms = sum([step.wait_ms for step in timed])
-            self.is_gpu_bound = waited_ms >= 0.1 * device_ms
+            self.is_gpu_bound = waited_ms >= MIN_WAIT_SHARE * device_ms
 
         bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
         self._histogram.update(bins)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from lightning_gputime._ledger.examiner import next_recurrence
 from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepRecord
 
 GOLDEN = 0.6180339887498949
@@ -127,11 +128,7 @@ class Schedule:
     def _next_long_step(self, first: int) -> float:
         """Return the index of the first expected long step from `first` on; infinity if none is."""
         recurrence = self.windows.recurrence or self._next_long()
-        if recurrence is None:
-            return math.inf
-        last, distance = recurrence
-        n_recurrences = max(math.ceil((first - last) / distance), 1)
-        return last + n_recurrences * distance
+        return math.inf if recurrence is None else next_recurrence(recurrence, first)
 
 
 class TimingCost:
