@@ -5,7 +5,8 @@ one place in the step. The `comm` of each phase is compared with the trace of th
 is, with the time in which the timed stream ran a collective or waited for another stream.
 
     torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --traced 8 --out FILE
-    torchrun --nproc-per-node 2 benchmarks/ranks.py --width 64 --batch 32 --steps 40  # host-bound
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --width 64 --batch 32 --steps 40 --late-on host \
+        --traced 0
     torchrun --nproc-per-node 8 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 60
 
 With `--simulated-ranks 1024`, measure the exchange of so many ranks in one process instead:
@@ -50,7 +51,7 @@ from lightning_gputime._session.ranks import Exchange, encode
 
 STRAGGLER, LAYERS = 1, 8
 PHASES = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}
-MICRO_BATCHES, LAYERS_PER_STAGE = 4, 4
+LAYERS_PER_STAGE = 4
 WARMUP, SETTLE = 5, 3
 MAX_RELATIVE_ERROR, MAX_ERROR_MS = 0.1, 0.2
 """A wait must agree with the trace within either of these."""
@@ -220,13 +221,14 @@ class PipelineLoop(PlainLoop):
     windows = ("step", "data")
 
     def __init__(self, job: Job) -> None:
-        rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        rank, n_ranks = dist.get_rank(), dist.get_world_size()
+        self.last, n_micro_batches = n_ranks - 1, max(n_ranks, 4)
         with job.device:
-            net = Net(job, LAYERS_PER_STAGE, MICRO_BATCHES)
+            net = Net(job, LAYERS_PER_STAGE, n_micro_batches)
         net = net.to(torch.bfloat16) if job.is_cuda else net
         super().__init__(job, net, in_bfloat16=True)
-        stage = PipelineStage(net, rank, self.last + 1, job.device)
-        self.schedule = Schedule1F1B(stage, MICRO_BATCHES, nn.functional.mse_loss)
+        stage = PipelineStage(net, rank, n_ranks, job.device)
+        self.schedule = Schedule1F1B(stage, n_micro_batches, nn.functional.mse_loss)
 
     def step(self, x: Tensor) -> None:
         self.job.delimit()
@@ -398,7 +400,8 @@ def measure(strategy: str, job: Job, steps: int, traced_steps: int) -> dict[str,
             found["sentences"] = [ranks.sentence, *ranks.notes]
         if not found["is_right"]:
             found["named"] = f"wrong: rank {ranks.straggler}, {found['named']}"
-    if job.is_cuda:
+            found["suspect"] = ranks.suspect, ranks.excess_ms, ranks.error_ms, ranks.line
+    if job.is_cuda and traced_steps:
         found["windows"] = compare_with_trace(loop, strategy, traced_steps)
     return found
 
@@ -495,8 +498,8 @@ def simulate(n_ranks: int) -> dict[str, Any]:
             local.deviation_ms,
             dict.fromkeys(PHASES, 0.25),
             lines,
-            BatchContent("tokens", round(chance.uniform(8000, 8200), 1)),
-            local.windows,
+            batch=BatchContent("tokens", round(chance.uniform(8000, 8200), 1)),
+            windows=local.windows,
         )
 
     store = HashStore()
@@ -543,9 +546,12 @@ def main(arguments: argparse.Namespace) -> None:
         save(arguments.out, header | simulate(arguments.simulated_ranks))
         return
     device = start(arguments.device)
-    cycles = 0 if device.type == "cpu" else cycles_of(arguments.late_ms)
+    on_host = device.type == "cpu" or arguments.late_on == "host"
+    cycles = 0 if on_host else cycles_of(arguments.late_ms)
     results: dict[str, Any] = {}
     for strategy in arguments.strategies:
+        if strategy == "syncbn" and device.type == "cpu":
+            continue  # SyncBatchNorm needs GPUs.
         results[strategy] = {}
         # With these strategies, each of two ranks has half of the work.
         batch = arguments.batch * (2 if strategy in ("tp", "pp") else 1)
@@ -570,14 +576,15 @@ def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = new_parser(__doc__)
-    # SyncBatchNorm needs GPUs.
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=[*STRATEGIES])
     parser.add_argument("--cases", nargs="+", default=[*PHASE_OF], choices=[*PHASE_OF])
     parser.add_argument("--steps", type=int, default=30, help="timed steps")
-    parser.add_argument("--traced", type=int, default=10, help="steps under the profiler")
+    parser.add_argument("--traced", type=int, default=10, help="steps under the profiler; 0 for none")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--late-ms", type=float, default=17.0)
+    # A host-bound step hides a delay of the GPU.
+    parser.add_argument("--late-on", choices=("gpu", "host"), default="gpu")
     parser.add_argument("--simulated-ranks", type=int, default=0)
     main(parser.parse_args())

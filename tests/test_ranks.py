@@ -433,6 +433,58 @@ def test_line_is_named_on_a_host_that_is_slower_too(monkeypatch: pytest.MonkeyPa
     assert (ranks.straggler, ranks.line) == (1, line_of(augment))
 
 
+@pytest.mark.parametrize(
+    ("late", "straggler", "excess_ms"),
+    [
+        # The other rank's host needs as long, while its GPU waits.
+        ({"host_ms": 9.0, "busy_ms": 10.0}, None, 0.0),
+        ({"host_ms": 9.0, "busy_ms": 10.4}, None, 0.4),
+        # It does not need this time, or this line.
+        ({"host_ms": 9.0, "busy_ms": 17.5}, 0, 7.5),
+        ({"host_ms": 1.0, "gpu_ms": 8.0, "busy_ms": 10.0}, 0, 8.0),
+    ],
+)
+def test_work_that_other_hosts_hide_behind_waits_makes_no_straggler(
+    late: dict[str, float], straggler: int | None, excess_ms: float
+) -> None:
+    def rank(host_ms: float, busy_ms: float, gpu_ms: float = 0.0) -> RankTotals:
+        n, forward_ms = 40, host_ms + gpu_ms
+        wait_ms = 10.0 - forward_ms
+        ms = {"forward": 10.0, "forward/comm": wait_ms, "optimizer": 1.0, "step": 11.0}
+        return RankTotals(
+            {name: (n * each_ms, n) for name, each_ms in ms.items()},
+            1.0,
+            {"forward": host_ms / forward_ms, "optimizer": 1.0},
+            [
+                LineTime("`f` (net.py:1)", "f", "", 0.0, gpu_ms, 0.0, 0.01, 0.0, ""),
+                LineTime("`g` (net.py:2)", "g", "", host_ms, 0.0, busy_ms, 0.01, 0.0, ""),
+            ],
+            busy_ms=busy_ms,
+        )
+
+    ranks = compared([rank(**late), rank(host_ms=1.0, busy_ms=10.0)])
+    assert ranks.straggler == straggler
+    assert ranks.excess_ms == pytest.approx(excess_ms)
+
+
+def test_line_of_one_rank_names_the_straggler_where_its_total_is_uncertain() -> None:
+    def rank(*lines: tuple[str, float, float], late_ms: float = 0.0) -> RankTotals:
+        times = [
+            LineTime(f"`{name}` (net.py:1)", name, "", 0.0, ms, 0.0, error_ms, 0.0, "")
+            for name, ms, error_ms in lines
+        ]
+        return totals(late="forward", late_ms=late_ms, deviation_ms=4.0, lines=times)
+
+    usual = rank(("model", 10.0, 0.1))
+    late = rank(("augment", 3.0, 0.1), ("model", 10.0, 0.1), late_ms=3.0)
+    ranks = compared([usual, usual, late])
+    assert (ranks.straggler, ranks.line) == (2, "`augment` (net.py:1)")
+    # A line that all ranks have, or whose time is uncertain, may be longer by chance.
+    for line in (("model", 13.0, 0.1), ("augment", 3.0, 1.6)):
+        ranks = compared([usual, usual, rank(line, ("rest", 1.0, 0.1), late_ms=3.0)])
+        assert (ranks.straggler, ranks.suspect) == (None, 2)
+
+
 def test_line_that_other_ranks_count_for_its_caller_is_compared() -> None:
     def rank(*lines: tuple[str, float], late_ms: float = 0.0) -> RankTotals:
         times = [

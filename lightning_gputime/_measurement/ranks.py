@@ -34,7 +34,9 @@ _MIN_ERRORS = 4.0  # and by this number of standard errors.
 _HOST_SAMPLE_MS = 1000.0
 _MIN_PHASE = 0.1  # A phase with this fraction of the step shows the speed of a host.
 _MIN_FACTOR = 1.15  # A host or a GPU that needs this multiple for every line is slower.
+_MIN_HOST_BOUND = 0.8  # The host is busy for this fraction of the step where it sets the pace.
 _MIN_LINE, _MIN_WHOLE = 0.5, 0.85  # Fraction of the excess in a line that is named.
+_MIN_OWN = 0.1  # A line of this fraction of the step, alone, makes a rank the straggler.
 _MAX_LINES = 12  # Number of lines that a rank sends.
 _MAX_WINDOWS, _N_NEWEST = 64, 32  # Number of windows of steps, and of steps, that a rank sends.
 _MIN_WINDOWS = 8  # Number of windows, or steps, that show how the straggler changes.
@@ -62,6 +64,10 @@ class LineTime(NamedTuple):
     @property
     def local_ms(self) -> float:
         return self.host_ms + self.gpu_ms
+
+    @property
+    def longest_ms(self) -> float:
+        return max(self.local_ms, self.busy_ms) + self.wait_ms
 
 
 class BatchContent(NamedTuple):
@@ -95,15 +101,18 @@ class RankTotals:
         host_shares: Fraction of each phase in which the host set the pace; empty if unknown. Then
             the host may have set the pace of all of it.
         lines: Its longest lines; empty if unknown.
+        busy_ms: Time of the host per step without waits for the GPU (in milliseconds); None if
+            unknown, and without a GPU.
         batch: Content of its batches.
         windows: Its times over the run. None if the details were not sent: these times,
-            `host_shares`, `lines` and `batch`.
+            `host_shares`, `lines`, `busy_ms` and `batch`.
     """
 
     phases: PhaseTotals
     deviation_ms: float = 0.0
     host_shares: Mapping[str, float] = field(default_factory=dict)
     lines: Sequence[LineTime] = ()
+    busy_ms: float | None = None
     batch: BatchContent = _UNKNOWN
     windows: StepWindows | None = None
 
@@ -239,7 +248,7 @@ def line_times(rows: Iterable[LineRow]) -> list[LineTime]:
                 wait.rpartition("/")[0],
             )
         )
-    return sorted(found, key=lambda line: -line.local_ms - line.wait_ms)[:_MAX_LINES]
+    return sorted(found, key=lambda line: -line.longest_ms)[:_MAX_LINES]
 
 
 def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
@@ -305,7 +314,9 @@ class RankSummary:
             5 % of their median step or more, and by more than 4 standard errors; else None. The
             standard error is estimated from means over blocks of steps ("batch means"). If the host
             sets the pace, it includes how much the speed of a host may drift.
-        excess_ms: Longest local time minus the median of the other ranks (in milliseconds).
+        excess_ms: Longest local time minus the median of the other ranks (in milliseconds). If the
+            host sets the pace, only the part that the hosts of the others do not need: while they
+            wait for the straggler, their work is hidden, and is not in their local time.
         phase: Phase with the largest part of this difference; for `data`, a sub-phase if known.
         sentence: Sentence on the stragglers; empty if there is none.
         stragglers: All ranks whose local time is closer to the straggler than to the median; empty
@@ -404,6 +415,14 @@ class _Excess(NamedTuple):
     step_ms: float  # Median step time of the others.
     # Time in which the host sets the pace: of the last rank, and the median of the others.
     host_ms: Mapping[str, tuple[float, float]]
+    # Part of `total_ms` in which the others' hosts do the same work. It is local time of the last
+    # rank only, because the others do it while they wait for that rank.
+    hidden_ms: float
+
+    @property
+    def own_ms(self) -> float:
+        """Excess that the last rank would not have with the hosts of the others."""
+        return self.total_ms - self.hidden_ms
 
     @property
     def min_ms(self) -> float:
@@ -412,7 +431,11 @@ class _Excess(NamedTuple):
     @property
     def is_of_host(self) -> bool:
         """True if the host sets the pace of at least half of the excess."""
-        return sum(ms - usual_ms for ms, usual_ms in self.host_ms.values()) >= 0.5 * self.total_ms
+        return _host_excess_ms(self.host_ms) >= 0.5 * self.total_ms
+
+
+def _host_excess_ms(host_ms: Mapping[str, tuple[float, float]]) -> float:
+    return sum(ms - usual_ms for ms, usual_ms in host_ms.values())
 
 
 class _Cause(NamedTuple):
@@ -422,6 +445,7 @@ class _Cause(NamedTuple):
     line: str = ""
     line_ms: float = 0.0
     factor: float | None = None
+    is_own: bool = False  # True if the other ranks have no such line, or need half of its time.
 
 
 def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
@@ -435,9 +459,12 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     local_ms = {rank: _local_ms(total) for rank, total in totals.items()}
     excess = _excess(totals, local_ms)
     last, total_ms = excess.last, excess.total_ms
-    is_large = total_ms >= excess.min_ms
+    is_large = excess.own_ms >= excess.min_ms
     more_content = _more_content(totals, excess)
+    batch = _more_batch(totals, excess, more_content) if is_large else ""
+    cause = _cause(totals, excess, batch) if is_large else None
     is_certain, error_ms = _certainty(totals, excess, more_content)
+    is_certain = is_certain or (cause is not None and cause.is_own)
     is_straggler = is_large and is_certain
 
     # These are closer to the last rank than to the median of the others.
@@ -447,28 +474,21 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
 
     rows, phase = _rows(totals, local_ms), largest_part(excess.by_phase_ms)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
-    batch = ""
-    # Enough to explain at least half of the excess.
-    if is_large and more_content >= max(_MIN_FACTOR - 1, 0.5 * total_ms / excess.step_ms):
-        unit, amount = totals[last].batch
-        both = f"({amount:,.0f} and {amount / (1 + more_content):,.0f} per step)"
-        batch = f"{1 + more_content:.1f} times the {unit} of the others {both}"
-    cause = _cause(totals, excess, batch) if is_large else None
     cause = cause or _Cause(f"in {phase} compute" if has_waits else f"in {phase}")
 
     history = _history(totals)
     pattern, note = "", ""
     if history is not None:
-        pattern, note = _pattern(totals, history, stragglers, excess.step_ms)
+        pattern, note = _pattern(totals, history, stragglers, excess)
     content = f"rank {last} has {batch}" if is_straggler and batch not in cause.where else ""
     notes = content, note, _waits(totals, stragglers, excess.step_ms)
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
         straggler=last if is_straggler else None,
-        excess_ms=total_ms,
+        excess_ms=excess.own_ms,
         phase=phase,
-        sentence=_sentence(last, stragglers, total_ms, cause.where),
+        sentence=_sentence(last, stragglers, excess.own_ms, cause.where),
         stragglers=stragglers,
         suspect=last if is_large and not is_straggler else None,
         error_ms=error_ms if math.isfinite(error_ms) else None,
@@ -518,15 +538,22 @@ def _excess(
         if "/" not in name and name != LOCAL:
             usual_host_ms = statistics.median(host_ms(rank, name) for rank in others)
             both_host_ms[name] = host_ms(last, name), usual_host_ms
+    total_ms = excess_ms.pop(LOCAL)
+    hidden_ms, busy_ms = 0.0, [totals[rank].busy_ms for rank in (last, *others)]
+    known_ms = [ms for ms in busy_ms if ms is not None]
+    if len(known_ms) == len(busy_ms):
+        more_busy_ms = max(known_ms[0] - statistics.median(known_ms[1:]), 0.0)
+        hidden_ms = max(_host_excess_ms(both_host_ms) - more_busy_ms, 0.0)
     return _Excess(
         last=last,
         others=others,
-        total_ms=excess_ms.pop(LOCAL),
+        total_ms=total_ms,
         by_phase_ms=excess_ms,
         step_ms=statistics.median(
             totals[rank].phases[STEP][0] / totals[rank].steps for rank in others
         ),
         host_ms=both_host_ms,
+        hidden_ms=min(hidden_ms, max(total_ms, 0.0)),
     )
 
 
@@ -557,13 +584,15 @@ def _certainty(
     ]
     drift = max(max([1.0, *ratios]) - 1.0 - more_content, 0.0)
     usual_host_ms = sum(usual_ms for _, usual_ms in host_ms.values())
-    drift_ms = min(drift * usual_host_ms, max(excess.total_ms, 0.0))
+    drift_ms = min(drift * usual_host_ms, max(excess.own_ms, 0.0))
+    if excess.hidden_ms:  # Then the hosts are compared by examined steps only.
+        drift_ms = max(excess.own_ms, 0.0)
     samples = totals[excess.last].phases[STEP][0] / _HOST_SAMPLE_MS
     both_errors_ms = math.hypot(error_ms, drift_ms / math.sqrt(max(samples, 1.0)))
-    if excess.total_ms > _MIN_ERRORS * both_errors_ms:
+    if excess.own_ms > _MIN_ERRORS * both_errors_ms:
         return True, both_errors_ms
     # The rest is certain if it is more than all of the drift, which is not the same in all phases.
-    rest_ms = excess.total_ms - drift_ms
+    rest_ms = excess.own_ms - drift_ms
     is_beyond = rest_ms >= max(excess.min_ms, drift_ms) and rest_ms > _MIN_ERRORS * error_ms
     return is_beyond, both_errors_ms
 
@@ -581,6 +610,15 @@ def _more_content(totals: Mapping[int, RankTotals], excess: _Excess) -> float:
     return max(amount / usual - 1, 0.0)
 
 
+def _more_batch(totals: Mapping[int, RankTotals], excess: _Excess, more_content: float) -> str:
+    """Return how much more its batches contain; empty if that explains less than half."""
+    if more_content < max(_MIN_FACTOR - 1, 0.5 * excess.total_ms / excess.step_ms):
+        return ""
+    unit, amount = totals[excess.last].batch
+    both = f"({amount:,.0f} and {amount / (1 + more_content):,.0f} per step)"
+    return f"{1 + more_content:.1f} times the {unit} of the others {both}"
+
+
 def _cause(totals: Mapping[int, RankTotals], excess: _Excess, batch: str) -> _Cause | None:
     """Return the factor of all lines, or the line, that makes the last rank late; None if unknown.
 
@@ -589,8 +627,8 @@ def _cause(totals: Mapping[int, RankTotals], excess: _Excess, batch: str) -> _Ca
     with_lines = [rank for rank in excess.others if totals[rank].lines]
     if 2 * len(with_lines) < len(excess.others):
         return None
-    last, total_ms, is_host = excess.last, excess.total_ms, excess.is_of_host
-    if (factor := _factor(totals, last, with_lines, total_ms, is_host)) is not None:
+    last, own_ms, is_host = excess.last, excess.own_ms, excess.is_of_host
+    if (factor := _factor(totals, last, with_lines, own_ms, is_host)) is not None:
         if batch:
             why = f"it has {batch}"
         elif is_host:
@@ -601,13 +639,16 @@ def _cause(totals: Mapping[int, RankTotals], excess: _Excess, batch: str) -> _Ca
         need = f"its {'host' if is_host else 'GPU'} needs {factor:.1f} times as long for every line"
         return _Cause(f"because {need}: {why}", factor=factor)
     line, line_ms = _longest_line(totals, last, with_lines)
-    if line is None or line_ms < _MIN_LINE * total_ms:
+    if line is None or line_ms < _MIN_LINE * own_ms:
         return None
-    where = f"in {line.text}" if line_ms >= _MIN_WHOLE * total_ms else f"mostly in {line.text}"
+    where = f"in {line.text}" if line_ms >= _MIN_WHOLE * own_ms else f"mostly in {line.text}"
     # Without a GPU, the host sets the pace of all lines.
     if any(item.gpu_ms for total in totals.values() for item in total.lines):
         where += ", host-paced" if line.host_ms >= line.gpu_ms else ", GPU-paced"
-    return _Cause(where, line.text, line_ms)
+    # The speed of a host, or how collectives share a GPU, rarely doubles the time of a line.
+    beyond_ms = line_ms - (line.local_ms - line_ms)
+    is_own = beyond_ms >= max(_MIN_OWN * excess.step_ms, _MIN_ERRORS * line.error_ms / 2)
+    return _Cause(where, line.text, line_ms, is_own=is_own)
 
 
 def _sentence(last: int, stragglers: Sequence[int], excess_ms: float, where: str) -> str:
@@ -625,12 +666,13 @@ def _longest_line(
 ) -> tuple[LineTime | None, float]:
     """Return the line in which the last rank exceeds the others the most, and by how much.
 
-    Return None if it does not by more than the errors.
+    Return None if it does not by more than the errors. As in `_Excess.own_ms`, where the host sets
+    the pace, the excess is at most that of the host's own time.
     """
     own = totals[last].lines
     texts = {line.text for line in own}
 
-    def usual_ms(rank: int, line: LineTime) -> float:
+    def usual_ms(rank: int, line: LineTime, time_ms: Callable[[LineTime], float]) -> float:
         """Return the time of a line on another rank, whose rows may be divided in another way."""
         lines = totals[rank].lines
         same = [other for other in lines if other.text == line.text]
@@ -638,17 +680,22 @@ def _longest_line(
             named = [other for other in lines if other.function == line.function]
             same = [other for other in named if other.text not in texts]
         if same:
-            return sum(other.local_ms for other in same)
+            return sum(map(time_ms, same))
         # Its time may be part of the line that calls it.
-        caller_ms = sum(other.local_ms for other in lines if other.function == line.caller)
-        caller_ms -= sum(other.local_ms for other in own if other.function == line.caller)
+        caller_ms = sum(time_ms(other) for other in lines if other.function == line.caller)
+        caller_ms -= sum(time_ms(other) for other in own if other.function == line.caller)
         # If not all lines were sent, it is at most as long as the shortest of them.
-        shortest_ms = lines[-1].local_ms + lines[-1].wait_ms if len(lines) == _MAX_LINES else 0.0
+        shortest_ms = lines[-1].longest_ms if len(lines) == _MAX_LINES else 0.0
         return max(caller_ms, shortest_ms, 0.0)
+
+    def excess_ms(line: LineTime, time_ms: Callable[[LineTime], float]) -> float:
+        return time_ms(line) - statistics.median(usual_ms(rank, line, time_ms) for rank in others)
 
     longest, longest_ms = None, 0.0
     for line in own:
-        ms = line.local_ms - statistics.median(usual_ms(rank, line) for rank in others)
+        more_busy_ms = max(excess_ms(line, lambda line: line.busy_ms), 0.0)
+        host_ms = min(excess_ms(line, lambda line: line.host_ms), more_busy_ms)
+        ms = min(host_ms + excess_ms(line, lambda line: line.gpu_ms), line.local_ms)
         if ms > max(longest_ms, line.error_ms):
             longest, longest_ms = line, ms
     return longest, longest_ms
@@ -658,7 +705,7 @@ def _factor(
     totals: Mapping[int, RankTotals],
     last: int,
     others: Sequence[int],
-    total_ms: float,
+    own_ms: float,
     is_host: bool,
 ) -> float | None:
     """Return the multiple of the others' time that the last rank needs for every line, or None.
@@ -680,7 +727,7 @@ def _factor(
     factor = sum(ms for ms, _ in both_ms) / sum(usual for _, usual in both_ms)
     more = factor - 1
     is_uniform = all(1 + 0.5 * more <= ms / usual <= 1 + 2 * more for ms, usual in both_ms)
-    explains = more * usual_ms >= _MIN_LINE * total_ms
+    explains = more * usual_ms >= _MIN_LINE * own_ms
     return factor if factor >= _MIN_FACTOR and is_uniform and explains else None
 
 
@@ -706,7 +753,7 @@ def _pattern(
     totals: Mapping[int, RankTotals],
     history: RankHistory,
     stragglers: Sequence[int],
-    step_ms: float,
+    excess: _Excess,
 ) -> tuple[str, str]:
     """Return how the rank that is last changes over the run, and a sentence on it and its cost.
 
@@ -717,11 +764,14 @@ def _pattern(
         for rank, local_ms in zip(totals, history.local_ms, strict=True)
         if not math.isnan(local_ms[0])
     }
-    found = _LastOverTime(arrived, step_ms)
+    found = _LastOverTime(arrived, excess.step_ms)
     windows = f"windows of {history.steps} steps" if history.steps > 1 else "steps"
-    pattern = found.same(stragglers, windows) or found.rotating(windows)
-    pattern = pattern or found.transient(history, windows)
-    if pattern:
+    own = excess.own_ms / excess.total_ms if excess.hidden_ms else 1.0
+    if pattern := found.same(stragglers, windows, own):
+        return pattern
+    if _is_host_bound(totals, excess.step_ms):
+        return "", ""  # The work of any rank's host may be hidden in any window.
+    if pattern := found.rotating(windows) or found.transient(history, windows):
         return pattern
     # Means over windows hide a straggler that changes in each step.
     newest = [totals[rank].windows for rank in arrived]
@@ -729,8 +779,13 @@ def _pattern(
         newest_ms = {
             rank: each.newest_ms for rank, each in zip(arrived, newest, strict=True) if each
         }
-        pattern = _LastOverTime(newest_ms, step_ms).rotating("steps", "the newest ")
+        pattern = _LastOverTime(newest_ms, excess.step_ms).rotating("steps", "the newest ")
     return pattern or ("", "")
+
+
+def _is_host_bound(totals: Mapping[int, RankTotals], step_ms: float) -> bool:
+    busy_ms = [total.busy_ms for total in totals.values() if total.busy_ms is not None]
+    return bool(busy_ms) and statistics.median(busy_ms) >= _MIN_HOST_BOUND * step_ms
 
 
 class _LastOverTime:
@@ -769,10 +824,12 @@ class _LastOverTime:
     def cost(self) -> str:
         return f"which costs {duration(self.cost_ms)} per step"
 
-    def same(self, stragglers: Sequence[int], windows: str) -> tuple[str, str] | None:
+    def same(self, stragglers: Sequence[int], windows: str, own: float) -> tuple[str, str] | None:
+        """Return this pattern. Only the fraction `own` of the excess costs time."""
         count = sum(self.culprits[rank] for rank in stragglers)
         if not count or count < 0.8 * self.n:
             return None
+        self.cost_ms *= own
         who = "the same rank is" if len(stragglers) == 1 else "the same ranks are"
         return "same", f"{who} last in {count} of {self.n} {windows}, {self.cost}"
 
