@@ -5,8 +5,8 @@ one place in the step. The `comm` of each phase is compared with the trace of th
 is, with the time in which the timed stream ran a collective or waited for another stream.
 
     torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --traced 8 --out FILE
-    torchrun --nproc-per-node 2 benchmarks/ranks.py --width 64 --batch 32 --steps 40 --late-on host \
-        --traced 0
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --width 64 --batch 32 --steps 40 \
+        --late-on host --traced 0
     torchrun --nproc-per-node 8 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 60
 
 With `--simulated-ranks 1024`, measure the exchange of so many ranks in one process instead:
@@ -579,7 +579,7 @@ if __name__ == "__main__":
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=[*STRATEGIES])
     parser.add_argument("--cases", nargs="+", default=[*PHASE_OF], choices=[*PHASE_OF])
     parser.add_argument("--steps", type=int, default=30, help="timed steps")
-    parser.add_argument("--traced", type=int, default=10, help="steps under the profiler; 0 for none")
+    parser.add_argument("--traced", type=int, default=10, help="steps under the profiler")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8192)

@@ -206,6 +206,24 @@ def test_the_host_waits_once_per_step_and_once_more_after_an_examined_step(gpu: 
     assert len(gpu.waits) <= 30
 
 
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_waits_for_the_gpu_are_not_work_of_the_host(gpu: FakeGPU, is_waiting: bool) -> None:
+    def body(loop: Loop, x: Tensor) -> None:
+        loop.gpu.host_work(2.0)
+        gpu_bound(loop, x)
+        if is_waiting:
+            wait(loop.gpu)
+
+    loop = Loop(gpu, Net(gpu))
+    with hooks(loop, lines=True, every_n_steps=1) as timer:
+        for x in timer.steps(batches(gpu, N, copy_ms=0.0)):
+            body(loop, x)
+    ledger = timer._results.ledger
+    ledger.evaluate()
+    # The GPU needs 14 ms, for which the timer waits, or the loop itself.
+    assert ledger.busy_ms() == pytest.approx(2.0, abs=0.1)
+
+
 # Lines
 
 

@@ -18,6 +18,10 @@ _MAX_AFTER_WAIT = 0.3  # Device time in a wait of the host, as a fraction of the
 _MIN_DRAINED_MS = 0.2  # Smaller amounts of queued work, when the queue runs dry, are ignored.
 
 
+Span = tuple[int, int]
+"""Host times of a start and an end (in nanoseconds)."""
+
+
 class Cell(NamedTuple):
     """Part of an examined step.
 
@@ -104,8 +108,8 @@ class _Interval(NamedTuple):
         return max(self.end_ns - self.start_ns, 0) / 1e6
 
 
-def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
-    """Return the cells of a step that was examined."""
+def examined_step(step: StepRecord, waits: Sequence[Span], *, on_host_clock: bool) -> ExaminedStep:
+    """Return the cells of a step that was examined. `waits` are those of the timer in it."""
     lines = sorted(step.lines or (), key=lambda line: line.end_ns)
     calls: dict[Line, int] = defaultdict(int)
     for line in lines:
@@ -117,7 +121,7 @@ def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
         for interval in intervals:
             cells[Cell(interval.line, interval.phase, HOST)] += interval.host_ms
     else:
-        cells = _paced_cells(intervals, step, busy_ms)
+        cells = _paced_cells(intervals, step, waits, busy_ms)
     in_steps = {cell: ms for cell, ms in cells.items() if cell.phase}
     # The first mark shows what was running.
     first = lines[0].line if lines else None
@@ -178,7 +182,10 @@ def _intervals(step: StepRecord) -> Iterator[_Interval]:
 
 
 def _paced_cells(
-    intervals: Sequence[_Interval], step: StepRecord, busy_ms: dict[Line, float]
+    intervals: Sequence[_Interval],
+    step: StepRecord,
+    waits: Sequence[Span],
+    busy_ms: dict[Line, float],
 ) -> dict[Cell, float]:
     """Return the cells of a step on a device, and add the host time of each line to `busy_ms`."""
     device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
@@ -190,6 +197,9 @@ def _paced_cells(
         ms = interval.end_ms - interval.start_ms
         has_waited = lag_after < MAX_IDLE_LAG_MS and ms < _MAX_AFTER_WAIT * lag_before
         waited_ms = lag_before if has_waited else 0.0
+        for start_ns, end_ns in waits:
+            if interval.start_ns < end_ns <= interval.marked_ns:
+                waited_ms = max(waited_ms, (end_ns - start_ns) / 1e6)
         busy_ms[interval.line] += max(interval.host_ms - waited_ms, 0.0)
     drained: Line | None = None  # Line that has waited until the device had no work left.
     left_ms = 0.0  # Work that was queued before this wait, less the idle time it has explained.

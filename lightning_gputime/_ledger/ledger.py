@@ -9,7 +9,15 @@ from statistics import mean, stdev
 from types import CodeType
 from typing import Any
 
-from lightning_gputime._ledger.cells import GPU, HOST, Cell, ExaminedStep, base_of, examined_step
+from lightning_gputime._ledger.cells import (
+    GPU,
+    HOST,
+    Cell,
+    ExaminedStep,
+    Span,
+    base_of,
+    examined_step,
+)
 from lightning_gputime._ledger.pace import PaceSums
 from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
@@ -155,8 +163,10 @@ class Ledger:
         """Number of examined steps."""
         self.steps: list[ExaminedStep] = []
         """Examined steps whose marks were evaluated."""
-        # Examined steps whose marks were not yet evaluated: this takes longer than many steps.
-        self._raw: list[StepRecord] = []
+        # Examined steps whose marks were not yet evaluated, which takes longer than many steps, and
+        # when the timer waited in each.
+        self._raw: list[tuple[StepRecord, list[Span]]] = []
+        self._waits: list[Span] = []  # The newest waits of the timer.
         self._phases_ms: list[Mapping[str, float]] = []  # Of each examined step.
         self.operations: Mapping[Line, Operations] = {}
         """Differentiable operations of each line; set by the session."""
@@ -172,10 +182,17 @@ class Ledger:
         """Add timed steps that were read, in order."""
         if not self._on_host_clock:
             self.pace.add(steps)
-        examined = [step for step in steps if step.lines]
-        self._raw += examined
-        self._phases_ms += [step.times().phase_ms for step in examined]
-        self.n += len(examined)
+        for step in steps:
+            # A step is read after the earlier steps that the timer waited for in it.
+            if step.lines:
+                start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
+                waits = [wait for wait in self._waits if start_ns <= wait[1] <= end_ns]
+                self._raw.append((step, waits))
+                self._phases_ms.append(step.times().phase_ms)
+                self.n += 1
+            if step.reached_ns:
+                wait_ns = round(step.wait_ms * 1e6)
+                self._waits = [*self._waits[-7:], (step.reached_ns - wait_ns, step.reached_ns)]
 
     def evaluate(self) -> list[ExaminedStep]:
         """Evaluate the marks of all examined steps, and return `steps`.
@@ -183,7 +200,7 @@ class Ledger:
         It is slow, so do not call it in the loop; call it in one thread at a time.
         """
         while self._raw:
-            step = examined_step(self._raw[0], on_host_clock=self._on_host_clock)
+            step = examined_step(*self._raw[0], on_host_clock=self._on_host_clock)
             self.steps.append(step)
             del self._raw[0]
         return self.steps
@@ -220,6 +237,14 @@ class Ledger:
         # A copy, because the loop may add phases while another thread reads.
         phases = [*self.pace.phases]
         return {name: self.pace.share(name, examined_host_ms.get(name)) for name in phases}
+
+    def busy_ms(self) -> float | None:
+        """Return the host's time per examined step without waits for the GPU (in milliseconds).
+
+        Return None if unknown, and on the host's clock.
+        """
+        steps_ms = [sum(step.busy_ms.values()) for step in self.steps if step.busy_ms]
+        return mean(steps_ms) if steps_ms else None
 
     def rows(
         self,

@@ -39,6 +39,9 @@ _MIN_LINE, _MIN_WHOLE = 0.5, 0.85  # Fraction of the excess in a line that is na
 _MIN_OWN = 0.1  # A line of this fraction of the step, alone, makes a rank the straggler.
 _MAX_LINES = 12  # Number of lines that a rank sends.
 _MAX_WINDOWS, _N_NEWEST = 64, 32  # Number of windows of steps, and of steps, that a rank sends.
+_MIN_COST = (
+    0.01  # A rank that is late in a few windows is named if this fraction of the run is lost.
+)
 _MIN_WINDOWS = 8  # Number of windows, or steps, that show how the straggler changes.
 
 # Total time of each phase and of "step" (in milliseconds), and the number of steps in which it ran.
@@ -802,6 +805,7 @@ class _LastOverTime:
     def __init__(self, by_rank: Mapping[int, Sequence[float]], step_ms: float) -> None:
         self.ranks = [*by_rank]
         self.n = min(sum(not math.isnan(ms) for ms in each_ms) for each_ms in by_rank.values())
+        self.step_ms = step_ms
         local_ms = np.array([each_ms[: self.n] for each_ms in by_rank.values()])
         self.local_ms, self.is_late = local_ms, np.zeros(self.n, bool)
         self.culprits, self.cost_ms = Counter[int](), 0.0  # Windows in which each rank is late.
@@ -842,7 +846,7 @@ class _LastOverTime:
         return "rotating", f"{who} in {self.n_late} of {which}{self.n} {windows}, {self.cost}"
 
     def transient(self, history: RankHistory, windows: str) -> tuple[str, str] | None:
-        if not 0 < self.n_late <= 0.25 * self.n:
+        if not 0 < self.n_late <= 0.25 * self.n or self.cost_ms < _MIN_COST * self.step_ms:
             return None
         [(rank, count)] = self.culprits.most_common(1)
         local_ms = self.local_ms

@@ -116,9 +116,8 @@ class RankComparer:
         self._local = BatchMeans()  # Noise of this rank's time without waiting for other ranks.
         self._compared = -1  # Number of the last step that `compare_all` has compared.
         self._newest: dict[int, RankTotals] = {}  # Newest totals that arrived, by rank.
-        # Lines of this rank, its `RankTotals.busy_ms`, and the number of examined steps that these
-        # are from.
-        self._lines: tuple[int, Sequence[LineTime], float | None] = 0, (), None
+        # Lines of this rank, and the number of examined steps that they are from.
+        self._lines: tuple[int, Sequence[LineTime]] = 0, ()
         self.due_step: int | None = None
         """Number of the last step of the comparison that is due; None if none is due."""
 
@@ -188,13 +187,12 @@ class RankComparer:
         if not with_details:
             return totals
         top = [name for name in totals.phases if "/" not in name]
-        shares = {}
+        shares, busy_ms = {}, None
         if ledger.n >= _MIN_EXAMINED:
             # Computing lines takes milliseconds, so do it only if more steps were examined.
             if ledger.n > self._lines[0]:
-                rows = results.line_rows()
-                busy_ms = round(sum(row.busy_ms for row in rows), 3) or None
-                self._lines = ledger.n, line_times(rows), busy_ms
+                self._lines = ledger.n, line_times(results.line_rows())
+            busy_ms = ledger.busy_ms()
             # Without examined steps, phases show their pace less exactly.
             shares = ledger.host_shares()
         if results.on_host_clock:
@@ -203,7 +201,7 @@ class RankComparer:
             totals,
             host_shares={name: round(shares[name], 3) for name in top if name in shares},
             lines=self._lines[1],
-            busy_ms=self._lines[2],
+            busy_ms=busy_ms and round(busy_ms, 3),
             batch=BatchContent(*self._batches.mean_content()),
             windows=self._local.windows,
         )
