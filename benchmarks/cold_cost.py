@@ -3,10 +3,12 @@
 An empty loop would keep the timer's code in the processor's cache and hide most of its cost, so
 this loop trains a small net of many short kernels. In a plain loop, each way of timing is on for 27
 steps, then off for 27, and so on. The "least timer" records the same marks in the fewest lines.
-Blocks of the default alternate with blocks of the same training without a timer.
+Blocks of the default alternate with blocks of the same training without a timer. `--defaults`
+measures only the default, for several lengths of a step and of a log.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
     python benchmarks/cold_cost.py --layers 1 --rounds 0
+    python benchmarks/cold_cost.py --defaults 2,16 2,64 8,16 8,64 40,16
 """
 
 import logging
@@ -16,13 +18,13 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice, pairwise, repeat
 from threading import get_ident
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from models import Repeat, bare_trainer, be_quiet
 from record import environment, new_parser, save
 from torch import Tensor, nn
@@ -43,6 +45,8 @@ CHUNK = 2 * RUN  # Steps with "auto" to compare with the same number without a t
 TOGETHER = 20  # Consecutive cycles of the same way.
 LEAST, TIMED, DEFAULT = "least timer", "every step timed", "default"
 EMPTY, UNTIMED = "empty callback", "no step timed"
+# Net and chunks of steps for each (layers, steps per log) of `--defaults`.
+CHUNKS_OF = {2: 16, 8: 10, 40: 3}
 # Ways that take turns of `RUN` steps with a training without a timer, and options of the timer.
 IN_RUNS: dict[str, dict[str, Any]] = {
     UNTIMED: {"every_n_steps": 10**9, "lines": False},
@@ -310,6 +314,7 @@ class Turns(Stopwatch):
         self._callback, self._pause = callback, ExitStack()
         self._left, self._is_on = 2 * CHUNK, True  # "auto" measures the cost of timing first.
         self.added_us: list[float] = []
+        self.bare_us: list[float] = []
         self._without_us = 0.0
 
     def batch_begins(self, trainer: Any) -> None:
@@ -323,6 +328,7 @@ class Turns(Stopwatch):
         self._left, self._is_on = RUN, not self._is_on
         if self._is_on:
             self._without_us = took_us
+            self.bare_us.append(took_us)
             self._pause.close()
             trainer.callbacks.append(self._callback)
             return
@@ -343,9 +349,9 @@ class Turns(Stopwatch):
         return session.mode is OFF
 
 
-def fit(layers: int, steps: int, callbacks: list[pl.Callback]) -> None:
+def fit(layers: int, steps: int, callbacks: list[pl.Callback], **options: Any) -> None:
     """Train in Lightning."""
-    trainer = bare_trainer(max_epochs=1, callbacks=callbacks)
+    trainer = bare_trainer(max_epochs=1, callbacks=callbacks, **options)
     trainer.fit(Task(layers), Repeat(torch.randn(64, 96), steps + 1))
 
 
@@ -364,6 +370,24 @@ def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
         turns = Turns(callback)
         fit(layers, 2 * CHUNK + 2 * RUN * rounds, [turns, callback])
         found[way] = turns.added_us
+    return found
+
+
+def defaults(layers: int, log_every: int) -> dict[str, dict[str, list[float]]]:
+    """Return what the default adds to a step with a logger, and the bare step, by loop."""
+    chunks = CHUNKS_OF.get(layers, 8)
+    training = Training(layers)
+    for _ in range(8):
+        us_per_step(training.step)
+    step_us = [us_per_step(training.step) for _ in range(8)]
+    logger = DummyLogger()
+    added = added_in_runs(training, layers, chunks, log_every_n_steps=log_every, logger=logger)
+    found = {"plain": {"step": step_us, DEFAULT: [*added]}}
+    timer = GPUPhaseTimer(print_summary=False)
+    turns = Turns(timer)
+    steps = 2 * CHUNK + 2 * RUN * 2 * chunks
+    fit(layers, steps, [turns, timer], logger=logger, log_every_n_steps=log_every)
+    found["lightning"] = {"step": turns.bare_us, DEFAULT: turns.added_us}
     return found
 
 
@@ -389,16 +413,24 @@ if __name__ == "__main__":
     parser.add_argument("--cycles", type=int, default=200, help="of each way in the plain loop")
     parser.add_argument("--rounds", type=int, default=40, help="length of the fits in Lightning")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument(
+        "--defaults", nargs="*", metavar="LAYERS,STEPS_PER_LOG", help="measure only the default"
+    )
     arguments = parser.parse_args()
     be_quiet()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    loops = {"plain": partial(in_plain_loop, cycles=arguments.cycles)}
-    if arguments.rounds:
-        loops["lightning"] = partial(in_lightning, rounds=arguments.rounds)
+    measured: dict[str, dict[str, list[float]]] = {}
+    for pair in arguments.defaults or []:
+        layers, log_every = map(int, pair.split(","))
+        for loop, rows in defaults(layers, log_every).items():
+            measured[f"{loop}, {log_every} steps per log, {layers} layers"] = rows
+    if not measured:
+        measured["plain"] = in_plain_loop(arguments.layers, arguments.cycles)
+        if arguments.rounds:
+            measured["lightning"] = in_lightning(arguments.layers, arguments.rounds)
     results: dict[str, Any] = {}
-    for loop, measure in loops.items():
-        rows = measure(arguments.layers)
+    for loop, rows in measured.items():
         # "auto" is never off if it times every step.
         results[loop] = {name: mean_and_error(us) for name, us in rows.items() if us}
         step_us = results[loop]["step"]["us"]

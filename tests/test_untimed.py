@@ -253,6 +253,31 @@ def test_log_intervals_that_cannot_pay_for_a_timing_window_have_none(
             assert sum(phases_ms) == pytest.approx(row["phase_time/step_ms"])
 
 
+@pytest.mark.parametrize("pauses", [False, True])
+def test_each_logged_row_has_the_exact_time_of_its_steps(loop: Loop, pauses: bool) -> None:
+    logger, took_ms = Logger(), list[float]()
+    with hooks(loop, every_n_steps=200, logger=logger, log_every_n_steps=8) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(1000))):
+            since_ns = loop.gpu.now
+            loop.gpu.host_work(40.0 + 100.0 * (number % 37 == 5))  # Some steps are long.
+            loop.train(x)
+            loop.gpu.now = max(loop.gpu.now, loop.gpu.free_at)
+            took_ms.append((loop.gpu.now - since_ns) / MS)
+            if pauses and number % 90 == 50:
+                with timer.paused():
+                    loop.gpu.host_work(1000.0)
+    rows = [(step, row) for step, row in logger.calls if row["phase_time/estimated"]]
+    assert len(rows) > 90
+    for step, row in rows:
+        mean_ms = sum(took_ms[step - 7 : step + 1]) / 8
+        assert row["phase_time/step_ms"] == pytest.approx(mean_ms), step
+        phases_ms = [row[key] for key in row if re.search("/(?!step|host_wait)[a-z]+_ms$", key)]
+        assert sum(phases_ms) == pytest.approx(row["phase_time/step_ms"])
+    # Rows that are not settled at once do not change the summary.
+    mean_ms = timer.summary().measurement.step.mean_ms
+    assert mean_ms == pytest.approx(sum(took_ms) / 1000, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("consumer", "options"),
     [

@@ -33,7 +33,6 @@ from lightning_gputime._measurement.sums import PhaseStats, Sums, ThroughputRefe
 from lightning_gputime._measurement.untimed import (
     Estimate,
     Percentiles,
-    Totals,
     UntimedSteps,
     percentiles,
 )
@@ -213,10 +212,31 @@ class Results:
 
     # Logs
 
-    def untimed_since(self, totals: Totals) -> tuple[Estimate, Totals]:
-        """Return the estimate for untimed steps since `totals` were taken, and the totals now."""
+    def log_untimed(
+        self, number: int, until: int, *, has_timed: bool, only_publish: bool
+    ) -> Estimate:
+        """Return the estimate for the untimed steps since the last log.
+
+        Args:
+            number: Number of the newest step.
+            until: Index of the first step after the log; 0 if all these steps are settled.
+            has_timed: True if a step since the last log was timed.
+            only_publish: True if the next log includes these steps, too.
+        """
         with self._lock:
-            return self.untimed.estimate_since(totals), self.untimed.totals
+            untimed = self.untimed
+            unsettled = None if has_timed else untimed.log_unsettled(until)
+            if unsettled is not None:
+                return Estimate(unsettled)
+            if until:
+                untimed.settle(until)
+                self._extend_series(number)
+            estimate = untimed.estimate_since(untimed.logged)
+            # Untimed steps before the first timed step cannot be estimated yet, so a later log
+            # includes them.
+            if not only_publish and (has_timed or estimate.sums.step.n):
+                untimed.log_settled()
+            return estimate
 
     def log_values(
         self, newest: int, timed_steps: int, every: Sums, means_ms: dict[str, float], *, keep: bool

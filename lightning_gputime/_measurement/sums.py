@@ -79,9 +79,11 @@ class Sums:
         return copied
 
     def plus(self, other: "Sums") -> "Sums":
-        """Return the sums over the steps of both; without steps in `other`, this object."""
+        """Return the sums over the steps of both; if one has no steps, the other object."""
         if not other.step.n:
             return self
+        if not self.step.n:
+            return other
         both = self.copy()
         both.merge(other)
         return both

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy, deepcopy
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, sub
 from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.ranks import STEP
-from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.sums import PhaseSum, Sums
 from lightning_gputime._phases import StepRecord
 
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
@@ -33,6 +33,7 @@ MIN_WAIT_SHARE = 0.1
 _STRATA = 13  # Number of strata, including the ordinary steps.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+_MAX_UNSETTLED = 200  # Number of untimed steps that logs may leave unsettled.
 _BINS_PER_FACTOR_E = 50  # Bins of a histogram of durations are 2 % wide.
 
 _NO_STEPS = Sums()
@@ -107,7 +108,9 @@ class _Gap(NamedTuple):
         ms = self.ms + self.uncertain * block.ms / block.n
         sums.step.add(n, device_ms=ms, host_ms=ms)
         for name, share in block.device.items():
-            sums.phases[name].add(n * block.ran[name], ms * share, ms * block.host[name])
+            sums.phases[name] = phase = PhaseSum()
+            phase.n, phase.device_ms = n * block.ran[name], ms * share
+            phase.host_ms = ms * block.host[name]
         if not math.isnan(block.items):
             sums.items, sums.items_ms = ms * block.items, ms
         return sums
@@ -211,6 +214,9 @@ class UntimedSteps:
         """Number of settled untimed steps, without excluded steps."""
         self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
         self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
+        self._logged_until = 0  # Index of the first step after the last log.
+        self.logged = self.totals
+        """`totals` before this step, once it is settled."""
         # Consecutive timed steps of a stratum, to which further steps may be added.
         self._open_stratum, self._open_steps = 0, list[StepRecord]()
 
@@ -261,24 +267,31 @@ class UntimedSteps:
         self._read, self._n_warmup_read = [], 0
         if timed:
             until = max(until, timed[-1].step_index + 1)
+        if self._n_settled < self._logged_until < until:  # `log_unsettled` has logged steps.
+            self.settle(self._logged_until)
+            self.logged = self.totals
         first = self._n_settled
         n = min(max(until - first, 0), len(self.ends_ns))
         if not n:
             return
         self._n_settled += n
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
-        took_ns = list[int]()  # -1 for excluded steps.
-        for index, end_ns in enumerate(self.ends_ns[:n], start=first):
-            while self._restarts and self._restarts[0][0] <= index:
-                self._settled_ns = self._restarts.popleft()[1]
-            if index in self._left_out:
-                self._left_out.remove(index)
-                took_ns.append(-1)
-            else:
-                took_ns.append(end_ns - self._settled_ns)
-                self.newest.append((index, self._settled_ns, end_ns))
-            self._settled_ns = end_ns
+        ends_ns = self.ends_ns[:n].tolist()
         del self.ends_ns[:n]
+        # The start of each step, which is the end of the step before it unless it is a restart.
+        starts_ns = [self._settled_ns, *ends_ns[:-1]]
+        while self._restarts and self._restarts[0][0] < first + n:
+            index, start_ns = self._restarts.popleft()
+            starts_ns[max(index - first, 0)] = start_ns
+        self._settled_ns = ends_ns[-1]
+        took_ns = [*map(sub, ends_ns, starts_ns)]  # -1 for excluded steps.
+        newest = [*zip(range(first, first + n), starts_ns, ends_ns, strict=True)]
+        if left_out := {index for index in self._left_out if index < first + n}:
+            self._left_out -= left_out
+            newest = [step for step in newest if step[0] not in left_out]
+            for index in left_out:
+                took_ns[index - first] = -1
+        self.newest.extend(newest)
         warmup_steps = min(max(self._warmup_steps - first, 0), n)
         took_ns[:warmup_steps] = [-1] * warmup_steps
         # Positions in `took_ns`, which counts steps from `first` on.
@@ -297,13 +310,15 @@ class UntimedSteps:
         if self.is_gpu_bound:
             strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
-        for i, k in enumerate(strata):
+        for k in {*strata}:
             stratum = self._strata[k]
-            if took_ns[i] >= 0:
-                stratum.n += 1
-                stratum.ns += took_ns[i]
+            known_ns = [
+                ns for ns, each in zip(took_ns, strata, strict=True) if each == k and ns >= 0
+            ]
+            stratum.n += len(known_ns)
+            stratum.ns += sum(known_ns)
             if k:
-                stratum.newest.append(first + i)
+                stratum.newest.extend([first + i for i, each in enumerate(strata) if each == k])
         for i in timed_at:
             if took_ns[i] >= 0:
                 self._strata[strata[i]].timed_n += 1
@@ -347,6 +362,29 @@ class UntimedSteps:
         """Return sums over all untimed steps, with their errors."""
         strata = enumerate(self._strata)
         return _combine([stratum.estimate(self._block_for(k)) for k, stratum in strata])
+
+    def log_unsettled(self, until: int) -> Sums | None:
+        """Log the steps since the last log, before the index `until`, without settling them.
+
+        Settling takes longer than all else in a log. Return sums over the steps, divided into
+        phases like the newest block of ordinary steps. None, and no log, if they must be settled:
+        then call `settle` and `log_settled`. All timed steps before `until` must have been read,
+        and none of them may be after the last log.
+        """
+        start, block = self._logged_until - self._n_settled, self._strata[0].last
+        end = until - self._n_settled
+        if block is None or self.is_gpu_bound or self._read or self._restarts or self._left_out:
+            return None
+        if not 0 <= start < end <= min(len(self.ends_ns), _MAX_UNSETTLED):
+            return None
+        start_ns = self.ends_ns[start - 1] if start else self._settled_ns
+        self._logged_until = until
+        gap = _Gap(end - start, (self.ends_ns[end - 1] - start_ns) / 1e6)
+        return gap.divided_like(block)
+
+    def log_settled(self) -> None:
+        """Note that a log includes all settled steps."""
+        self._logged_until, self.logged = self._n_settled, self.totals
 
     def estimate_since(self, totals: Totals) -> Estimate:
         """Return sums over the untimed steps that were settled since `totals` were taken."""

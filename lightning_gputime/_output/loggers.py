@@ -164,7 +164,6 @@ class MeanLog:
             is_logged: False if no logger, observer or other destination receives the means.
         """
         self._results, self._is_sampled, self.is_logged = results, is_sampled, is_logged
-        self._untimed_before = results.untimed.totals  # Untimed steps until the last log.
 
     def start(self, before: int) -> None:
         """Set the number of the step before the first, unless a step was added."""
@@ -180,10 +179,13 @@ class MeanLog:
         """Update `is_due` after the step of this number has finished."""
         self.is_due = step >= self._due_at
 
-    def log_at(self, step: int) -> None:
-        """Log the steps since the last log up to this number."""
+    def log_at(self, step: int, *, until: int = 0) -> None:
+        """Log the steps since the last log up to this number.
+
+        If these steps are not settled, `until` is the index of the first step after them.
+        """
         self.newest, self._due_at, self.is_due = step, self.next_due(step), False
-        self.log_means()
+        self.log_means(until=until)
 
     def take(self, steps: ReadSteps) -> bool:
         """Add steps that `results` already includes. Return True if a log was written."""
@@ -203,24 +205,24 @@ class MeanLog:
             self.newest = records[-1].number
         return n_logged > 0
 
-    def log_means(self, *, only_publish: bool = False) -> None:
+    def log_means(self, *, only_publish: bool = False, until: int = 0) -> None:
         """Log the means over the steps since the last log, under the number of the newest step.
 
         With `only_publish`, publish the means without a log, and keep the steps for the next log.
+        See `log_at` for `until`.
         """
         sums, results, untimed = self._sums, self._results, Estimate()
         if not only_publish:
-            self._sums = Sums()
+            if sums.step.n:
+                self._sums = Sums()
             results.read_memory()
         if not self.is_logged or (self.every_n_steps == 0 and not only_publish):
             return
         timed_steps = int(sums.step.n)
         if self._is_sampled:
-            untimed, totals = results.untimed_since(self._untimed_before)
-            # Untimed steps before the first timed step cannot be estimated yet, so a later log
-            # includes them.
-            if not only_publish and (timed_steps or untimed.sums.step.n):
-                self._untimed_before = totals
+            untimed = results.log_untimed(
+                self.newest or 0, until, has_timed=timed_steps > 0, only_publish=only_publish
+            )
         every = sums.plus(untimed.sums)
         if self.newest is None or not every.step.n:
             return

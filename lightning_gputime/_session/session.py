@@ -783,10 +783,8 @@ class Session:
         Call it once the timed steps among them have been read.
         """
         number, index = self._newest_steps[0]
-        if self._means.is_logged:
-            self._results.settle(number, until=index + 1)
         self._analyzer.start_callback()
-        self._means.log_at(number)
+        self._means.log_at(number, until=index + 1)
         self._analyzer.end_callback("the timer's logging")
 
     def publish(self) -> None:
