@@ -5,6 +5,7 @@ random order, so that changes of the host's speed affect all ways alike. "no tim
 per round, and the difference is the noise. The measured steps lie between two examined steps, which
 together add at most 0.2 % to a long run.
 
+    pip install gpuprof==0.7.1 traceml-ai==0.5.0 && traceml serve &
     python benchmarks/overhead.py --out benchmarks/results/overhead.json
     python benchmarks/overhead.py --plot examples/images/overhead.png   # needs no GPU
 """
