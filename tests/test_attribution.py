@@ -327,8 +327,11 @@ def test_busy_thread_is_named_by_its_function_and_line() -> None:
 
 
 @ON_LINUX
-def test_busy_child_process_is_named_with_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_RESCAN_S", 0.0)
+@pytest.mark.parametrize("rescan_s", [0.0, 1e9])  # A child is seen without a search, too.
+def test_busy_child_process_is_named_with_its_id(
+    rescan_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_RESCAN_S", rescan_s)
     monkeypatch.setattr(machine, "_IN_THREAD", (float("inf"), 0))
     source = Processes()
     source.read()

@@ -133,6 +133,12 @@ class Processes(MachineSource):
         self._pid, self._used_s = os.getpid(), dict[int, float]()
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._busy: Sequence[int] = ()
+        # Child processes that the thread of the loop or the main thread has started.
+        self._children: set[int] | None = None
+        self._child_files = list[_File]()
+        for thread in {threading.get_native_id(), self._pid}:
+            with suppress(OSError):  # Some kernels do not have these files.
+                self._child_files.append(_File(f"/proc/self/task/{thread}/children"))
         self._ticks: dict[int, float] = {}  # CPU time of each process in the newest search.
         self._searched_s, self._search_s = 0.0, 0.0  # End and duration of that search.
         self._stat(self._pid)
@@ -142,12 +148,16 @@ class Processes(MachineSource):
         if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _IN_THREAD[0]):
             self._search()
         used_s: dict[int, float] = {}
-        for pid in self._busy:
+        children = {int(pid) for file in self._child_files for pid in file.read().split()}
+        # These have started since the last read. At the first read, they are older.
+        new = children - (children if self._children is None else self._children)
+        self._children = children
+        for pid in {*self._busy, *children}:
             with suppress(OSError, ValueError, IndexError):
                 name, parent, core, seconds = self._stat(pid)
                 used_s[pid] = seconds
-                # Of a process that has become busy, only the time since then counts.
-                grown_s = seconds - self._used_s.get(pid, seconds)
+                # Of another process that has become busy, only the time since then counts.
+                grown_s = seconds - self._used_s.get(pid, 0.0 if pid in new else seconds)
                 is_child = parent == self._pid
                 if grown_s > 0.0 and (is_child or core in self._cores):
                     name = f"child process `{name}`" if is_child else f"process `{name}`"
