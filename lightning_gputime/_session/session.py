@@ -228,8 +228,7 @@ class Session:
         self.mode = NEW
         self.is_attached = False
         self.index = 0
-        """Number of steps that have ended, timed or not; stays 0 if every step is timed."""
-        self._ended = 0  # The same, also if every step is timed.
+        """Number of steps that have ended, timed or not: the index of the open step."""
         self._newest: int | None = None  # Number of the last step that ended.
         # Cumulative time of all steps, updated at the end of each step that runs with hooks.
         self._ended_ns = 0
@@ -409,22 +408,22 @@ class Session:
             self._examiner.stop()
             # Time that this step took longer than the mean step before, in mean steps.
             took_ns = wall_clock.steps_ns(self._host_ns()) - self._examination_ns
-            n_before = max(self._ended - _FIRST_STEPS, 1)
+            n_before = max(self.index - _FIRST_STEPS, 1)
             mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
             examination_cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
         elif mode is TIMED and self._time_trial is not None:
             self._time_trial()
-        self._newest = number
-        self._ended += 1
+        self._newest, index = number, self.index
+        self.index += 1
         now_ns = self._host_ns()
-        if self._ended == _FIRST_STEPS:
+        if self.index == _FIRST_STEPS:
             self._first_ended_ns = wall_clock.steps_ns(now_ns)
         self._analyzer.sampler.end_step(now_ns)
         items = self._work.take_items()
         if self._batches.open is not None:
             self._batches.end_step(number)
         if self._log_due_at is None or number >= self._log_due_at:
-            self._schedule_log(number, self.index)
+            self._schedule_log(number, index)
         log_is_due = self._means.is_due
         is_timed = self.times_all or mode in (TIMED, EXAMINED)
         skipped_update = self._boundaries.step_ended(timed=is_timed)
@@ -439,7 +438,7 @@ class Session:
                 skipped_update,
                 read=log_is_due,
                 label=label,
-                index=-1 if self.times_all else self.index,  # `Recorder.end_step` explains -1.
+                index=-1 if self.times_all else index,  # `Recorder.end_step` explains -1.
                 items=items,
                 wait=Wait.FOR_THIS_STEP if is_examined else Wait.FOR_EARLIER,
             )
@@ -449,10 +448,9 @@ class Session:
             if is_examined:
                 self._enter(TIMED)
                 self._step_examined(examination_cost)
-            elif self._ended >= self._examinations.next_index and self.mode is TIMED:
+            elif self.index >= self._examinations.next_index and self.mode is TIMED:
                 self._examine()
         else:
-            self.index += 1
             if self._is_auto:
                 self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
             if is_examined:
@@ -513,8 +511,8 @@ class Session:
             self._add_duration()
         self._schedule_log(number, self.index)
         self._boundaries.step_ended()
+        self.index += 1
         if not self.times_all:
-            self.index += 1
             if self.mode is not OFF:
                 self._start_planned_step()
             elif self.index >= self._hooks_return_at:
@@ -602,7 +600,7 @@ class Session:
     def _examine(self) -> None:
         """Examine the step that has just started. If that is impossible, only time it."""
         self._examination_ns = self._wall_clock.steps_ns(self._host_ns())
-        mean_ns = self._examination_ns / max(self._ended, 1)
+        mean_ns = self._examination_ns / max(self.index, 1)
         if not self.times_all:  # Else statistics include examined steps.
             self._surroundings.gpu.measure(mean_ns)
         lines = self._examiner.start(mean_ns)
@@ -618,7 +616,7 @@ class Session:
     def _step_examined(self, cost: float) -> None:
         """Keep what the examiner has found in the step that ended last, and choose the next."""
         # A step's number counts in the run, its index in this measurement.
-        number, index = self._newest or 0, self._ended - 1
+        number, index = self._newest or 0, self.index - 1
         self._ledger.unavailable = self._examiner.unavailable
         self._ledger.trained_tensors[number] = len(self._examiner.trained)
         self._surroundings.gpu.read(number)
@@ -647,7 +645,6 @@ class Session:
         """End a step that ran without hooks. Return True if the hooks are attached again."""
         self.index += 1
         self._newest = number
-        self._ended += 1
         self._untimed.ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
         if self.needs_updates:
             self.optimizer.reset()
@@ -860,7 +857,8 @@ class Session:
         if self._may_read():
             self.recorder.pending.drain()
             self._comparison.compare_arrived()
-            self._results.set_ended(self.index - self.recorder.pending.count)
+            if not self.times_all:
+                self._results.set_ended(self.index - self.recorder.pending.count)
 
     def _may_read(self) -> bool:
         # Only the thread of the loop may read, because two threads would read steps out of order.
@@ -903,7 +901,8 @@ class Session:
             if self.is_attached:
                 if self._memory is not None:
                     self._memory.end()
-                self._results.set_ended(self.index)
+                if not self.times_all:
+                    self._results.set_ended(self.index)
                 self._results.update_facts(is_running=False)
                 self._enter(ENDED)
                 call_safely([self._log_last_steps, self._self_check.end])
