@@ -149,7 +149,7 @@ class Fit(BatchState):
             self._session.continue_in_loop()
         else:
             self._session.begin_step()
-        self._session.recorder.mark_instead(DATA, CALLBACKS)
+        self._session.recorder.mark_instead(CALLBACKS, of=DATA)
         self._session.recorder.mark(FETCH)  # The loader's workers start next.
 
     def end_epoch(self, _: object) -> None:

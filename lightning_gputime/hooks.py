@@ -278,7 +278,7 @@ class _PlainLoop(BatchState):
         if self._body is not None:
             session.batch_begins()
         if self._micro_batches:
-            session.recorder.mark_instead(DATA, BETWEEN)
+            session.recorder.mark_instead(BETWEEN, of=DATA)
         session.compare_ranks()
 
     def _leave_body(self, session: AnySession) -> None:

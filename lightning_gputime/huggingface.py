@@ -234,7 +234,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         else:
             self._session.begin_step()
         # This is the last callback before the loader's workers start.
-        self._session.recorder.mark_instead(DATA, FETCH)
+        self._session.recorder.mark_instead(FETCH, of=DATA)
 
     def _start_epoch(self, *_: Any, **__: Any) -> None:
         """Return to the steps on the wall clock, before the loader's workers start."""
@@ -282,7 +282,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if not self._wall_clock.has_stepped:
             self._wall_clock.end_first_step()
         if self._has_fetched:
-            self._session.recorder.mark_instead(DATA, CALLBACKS)
+            self._session.recorder.mark_instead(CALLBACKS, of=DATA)
         if self._live_file.path is not None:
             self._save_if_due()
 

@@ -50,6 +50,9 @@ class StoringRecorder(Recorder):
                 self.gpu.work(3.0)
                 if has_begun:
                     self.end_wait()
+            elif name == "mark_instead":
+                old, label = arguments
+                self.mark_instead(label, of=old)
             elif name == "wait_begins":
                 self.begin_wait(*arguments)
             elif name == "wait_ends":

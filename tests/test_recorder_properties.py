@@ -96,7 +96,7 @@ class Played:
         self.recorder.mark_in_backward("backward/comm")
 
     def mark_instead(self) -> None:
-        self.recorder.mark_instead("<after forward>", "loss")
+        self.recorder.mark_instead("loss", of="<after forward>")
 
     def enter_phase(self) -> None:
         self.names.append(self.random.choice(["a", "b", "backward"]))

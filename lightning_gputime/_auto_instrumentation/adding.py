@@ -338,7 +338,7 @@ class TimedLoop:
         elif not self._awaits_first_fetch:
             # The end of the step has marked `data`, but the fetch only starts now: the time until
             # now is `other`.
-            recorder.mark_instead(DATA, OTHER)
+            recorder.mark_instead(OTHER, of=DATA)
             recorder.mark(DATA)
         self._awaits_first_fetch = False
         return True

@@ -77,12 +77,12 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
 
 def _rule_for(case: Case) -> Rule | None:
     if case.entry.line is not None:
-        return _shorten_code
+        return _advise_on_line
     if case.entry.name in _RULES:
         return _RULES[case.entry.name]
     if case.phase in case.m.rows:
-        return _shorten_unknown_code if case.phase in STANDARD_PHASES else _shorten_user_phase
-    return _shorten_user_phase if CALLBACKS in case.entry.phases_ms else None
+        return _advise_on_phase if case.phase in STANDARD_PHASES else _advise_on_user_phase
+    return _advise_on_user_phase if CALLBACKS in case.entry.phases_ms else None
 
 
 def is_short_once(entry: Entry) -> bool:
@@ -121,7 +121,7 @@ def advise_on_growth(line: LineRow) -> Advice:
 # Code of the user
 
 
-def _shorten_code(case: Case) -> Iterator[Advice]:
+def _advise_on_line(case: Case) -> Iterator[Advice]:
     m, setup, entry = case.m, case.setup, case.entry
     line = entry.line
     assert line is not None
@@ -184,7 +184,7 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
             yield _pin_memory(setup, ": `other` includes copies of the batch")
 
 
-def _shorten_unknown_code(case: Case) -> Iterator[Advice]:
+def _advise_on_phase(case: Case) -> Iterator[Advice]:
     """Yield advice on a phase whose code is unknown."""
     name, m = case.phase, case.m
     if name == OPTIMIZER and case.setup.unfused:
@@ -198,7 +198,7 @@ def _shorten_unknown_code(case: Case) -> Iterator[Advice]:
         yield _pause(name)
 
 
-def _shorten_user_phase(case: Case) -> Iterator[Advice]:
+def _advise_on_user_phase(case: Case) -> Iterator[Advice]:
     name = case.entry.name
     reason = f", most of it at {case.main_line}" if case.main_line is not None else ""
     text = f"`{name}` takes {case.took}{reason}: run it less often, or make it faster"

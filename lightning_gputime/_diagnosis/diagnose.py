@@ -46,8 +46,8 @@ from lightning_gputime._phases import DATA, FORWARD
 _MIN_BOTTLENECK = 0.2
 _MIN_REPORTED = 0.05
 _MIN_OF_ALL = 0.5  # With this fraction of an entry or of all launches, a line is named.
-# A verdict must hold in both halves of the run. There, this fraction of the minimum is enough.
-_MIN_HALF = 0.75
+# A verdict must hold in both halves of the run, with this fraction of the minimum in each.
+_OF_MIN_IN_HALF = 0.75
 
 
 def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
@@ -222,7 +222,7 @@ def _unclear(row: Entry, m: Measurement) -> str:
         how = "train for longer" if row.line is not None else "pass every_n_steps=1"
         return f"`{row.name}` takes {percent(row.share)} ± {percent(row.error)}: {how}"
     least_share = _least_share(row, m)
-    if least_share < _MIN_HALF * _MIN_REPORTED:
+    if least_share < _OF_MIN_IN_HALF * _MIN_REPORTED:
         in_half = f"but {percent(least_share)} in half of the run"
         return f"`{row.name}` takes {percent(row.share)}, {in_half}: train for longer"
     return ""
@@ -230,7 +230,7 @@ def _unclear(row: Entry, m: Measurement) -> str:
 
 def _saves(row: Entry, minimum: float, m: Measurement) -> bool:
     """Return True if removing an entry would save a minimum share, in both halves of the run."""
-    return _saved_share(row) >= minimum and _least_share(row, m) >= _MIN_HALF * minimum
+    return _saved_share(row) >= minimum and _least_share(row, m) >= _OF_MIN_IN_HALF * minimum
 
 
 def _is_models_entry(row: Entry) -> bool:

@@ -437,7 +437,7 @@ class ForwardBoundary:
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss inside a model call, or computed again in backward, is part of that.
         if not self.running and current_graph_task_id() == -1:
-            self._recorder.mark_instead(AFTER_FORWARD, LOSS)
+            self._recorder.mark_instead(LOSS, of=AFTER_FORWARD)
 
 
 def _modules_inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn.Module]:

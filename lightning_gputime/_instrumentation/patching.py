@@ -69,8 +69,8 @@ class FunctionPatch:
             stored in an attribute such as `_loss_function`.
         _original: Value in the `__dict__` of the owner, to restore: on a C++ class, `getattr`
             returns an object that does not bind. `_MISSING` if the owner itself has no such
-            attribute. Then `restore` deletes the patch, so that the method of its class is found
-            again.
+            attribute. Then `restore_if_unused` deletes the patch, so that the method of its class
+            is found again.
         _call: The original function, as a call on the owner finds it.
     """
 
@@ -119,7 +119,7 @@ class FunctionPatch:
                     notified.pop()
                     self._drop_listener(listener, error)
             if not self.listeners:
-                self.restore()
+                self.restore_if_unused()
             result = self._call(*args, **kwargs)
             while notified:
                 try:
@@ -140,12 +140,12 @@ class FunctionPatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy of the owner, or its pickle, contain the original function."""
-        is_own_attribute = self._original is not _MISSING
-        is_property = self._read_name != self._name
-        if not is_own_attribute and not is_property:
-            # The method of the class, bound to the copy of the owner.
+        if self._original is not _MISSING:
+            original = self._original
+        elif self._read_name != self._name:  # The value of a property.
+            original = self._call
+        else:  # The method of the class, bound to the copy of the owner.
             return getattr, (self._owner, self._name)
-        original = self._original if is_own_attribute else self._call
         # `__reduce__` must return a function call, so take the value from a list.
         return operator.itemgetter(0), ([original],)
 
@@ -183,7 +183,7 @@ class FunctionPatch:
         self._set(self._installed)
         return True
 
-    def restore(self) -> None:
+    def restore_if_unused(self) -> None:
         """Restore the function if the patch has no listeners and is still in place."""
         if not self.listeners and self.is_applied:
             self._set(self._original)
@@ -192,7 +192,7 @@ class FunctionPatch:
         """Remove a listener. Restore the function if it was the last."""
         if listener in self.listeners:
             self.listeners.remove(listener)
-        self.restore()
+        self.restore_if_unused()
 
     def _set(self, value: object) -> None:
         owner, name = self._owner, self._name

@@ -29,12 +29,12 @@ class Cell(NamedTuple):
         place: Line that is the reason for the time.
         phase: Phase in which the time passed, with its sub-phase. In an evaluation inside a step,
             `EVALUATION_IN_STEP`. Outside of steps, the entry of the wall clock.
-        kind: `GPU`, `HOST` or `IDLE`.
+        pace: `GPU` or `HOST`, which set the pace, or `IDLE`.
     """
 
     place: Line
     phase: str
-    kind: str
+    pace: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,8 +313,8 @@ class Examiner:
                     line_before = line
                 counts = self._operations.setdefault(line, Counter())
                 counts["all"] += 1
-                if kind := _kind_of(node):
-                    counts[kind] += 1
+                if field := _field_of(node):
+                    counts[field] += 1
                 for inner, _ in node.node.next_functions:
                     if (variable := getattr(inner, "variable", None)) is not None:
                         self.trained.add(id(variable))
@@ -336,7 +336,7 @@ class Examiner:
             self._handles.pop().remove()
 
 
-def _kind_of(node: GraphNode) -> str:
+def _field_of(node: GraphNode) -> str:
     """Return the field of `Operations` for the operation of a node; empty if there is none."""
     operation = node.kind
     if operation.startswith("Convolution"):

@@ -230,7 +230,7 @@ class Ledger:
         examined_host_ms: dict[str, float] = {}
         for step in self.steps:
             for cell, ms in step.cells_ms.items():
-                host_ms = 0.0 if cell.kind == GPU else ms
+                host_ms = 0.0 if cell.pace == GPU else ms
                 # The phase and its parents, such as `forward` and `forward/body`.
                 for name in accumulate(cell.phase.split("/"), "{}/{}".format):
                     examined_host_ms[name] = examined_host_ms.get(name, 0.0) + host_ms

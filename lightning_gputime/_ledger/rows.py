@@ -267,7 +267,7 @@ _PacedPhase = tuple[str, bool]
 
 
 def _paced_phase(cell: Cell) -> _PacedPhase:
-    return cell.phase, cell.kind == GPU
+    return cell.phase, cell.pace == GPU
 
 
 def _add_each_step(
@@ -304,7 +304,7 @@ def _add_each_step(
         # The line that keeps the device waiting depends on other lines, but its own time does not.
         own_ms: dict[_RowKey, float] = defaultdict(float)
         for cell, ms in cells.items():
-            if cell in keys and (cell.kind == GPU or not step.busy_ms):
+            if cell in keys and (cell.pace == GPU or not step.busy_ms):
                 own_ms[keys[cell]] += ms
         for place, ms in step.busy_ms.items():
             if place in key_of_place:
@@ -581,7 +581,7 @@ class _Draft:
 
     def __init__(self, key: _RowKey, function: Function | None, entry: str, is_rest: bool) -> None:
         self._key, self._function, self._entry, self._is_rest = key, function, entry, is_rest
-        self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._paces_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)
         self.excess_ms: list[float] = []
         """Time in each examined step, minus the usual fraction of the phases in this step."""
@@ -589,7 +589,7 @@ class _Draft:
         """Time in each examined step: that of the device, and that of the host without waits."""
 
     def add(self, cell: Cell, ms: float) -> None:
-        self._kinds_ms[cell.phase][cell.kind] += ms
+        self._paces_ms[cell.phase][cell.pace] += ms
         self._places[cell.place] += ms
 
     def row(
@@ -602,9 +602,9 @@ class _Draft:
     ) -> LineRow:
         """Return the row. See `ExaminedStep`, `_growth` and `line_rows` for the arguments."""
         phases = {
-            phase: PhasePart(kinds[GPU], kinds[HOST] + kinds[IDLE], idle_ms=kinds[IDLE])
-            for phase, kinds in self._kinds_ms.items()
-            if sum(kinds.values()) >= _MIN_MS
+            phase: PhasePart(ms[GPU], ms[HOST] + ms[IDLE], idle_ms=ms[IDLE])
+            for phase, ms in self._paces_ms.items()
+            if sum(ms.values()) >= _MIN_MS
         }
         n = len(self.excess_ms)
         error_ms = 0.0

@@ -181,7 +181,7 @@ class StepSeries:
         Any thread may call it while another thread adds segments.
         """
         all_segments = self._segments.copy()
-        segments = _equal_sized(all_segments)
+        segments = _merge_small(all_segments)
         if len(segments) < _MIN_SEGMENTS:
             return None
         segments = _without_warmup(segments)
@@ -212,8 +212,10 @@ class StepSeries:
         )
 
 
-def _equal_sized(segments: Sequence[_Segment]) -> Sequence[_Segment]:
-    """Merge small segments with their neighbors, up to about the median size (weighted by steps).
+def _merge_small(segments: Sequence[_Segment]) -> Sequence[_Segment]:
+    """Merge small segments with their neighbors, up to 0.8 times the median size.
+
+    The median size is that of the segment that contains the middle step.
 
     Segments are smaller while every step is timed. A small segment often contains no outlier, so
     clipping outliers would bias the means of small and large segments differently.

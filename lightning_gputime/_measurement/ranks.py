@@ -408,10 +408,10 @@ class RankResults:
         return self._summary
 
 
-class _Excess(NamedTuple):
+class _LastRank(NamedTuple):
     """The last rank: the one with the longest local time, compared with the other ranks."""
 
-    last: int
+    rank: int
     others: Sequence[int]
     total_ms: float  # Its local time minus the median of the others.
     by_phase_ms: Mapping[str, float]  # The same of each phase, and of each sub-phase of `data`.
@@ -460,38 +460,38 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     # under DDP with one straggler, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
     # local work.
     local_ms = {rank: _local_ms(total) for rank, total in totals.items()}
-    excess = _excess(totals, local_ms)
-    last, total_ms = excess.last, excess.total_ms
-    is_large = excess.own_ms >= excess.min_ms
-    more_content = _more_content(totals, excess)
-    batch = _more_batch(totals, excess, more_content) if is_large else ""
-    cause = _cause(totals, excess, batch) if is_large else None
-    is_certain, error_ms = _certainty(totals, excess, more_content)
+    late = _last_rank(totals, local_ms)
+    last, total_ms = late.rank, late.total_ms
+    is_large = late.own_ms >= late.min_ms
+    more_content = _more_content(totals, late)
+    batch = _more_batch(totals, late, more_content) if is_large else ""
+    cause = _cause(totals, late, batch) if is_large else None
+    is_certain, error_ms = _certainty(totals, late, more_content)
     is_certain = is_certain or (cause is not None and cause.is_own)
     is_straggler = is_large and is_certain
 
     # These are closer to the last rank than to the median of the others.
     threshold_ms = local_ms[last][LOCAL] - total_ms / 2
-    late = tuple(rank for rank in totals if local_ms[rank][LOCAL] >= threshold_ms)
-    stragglers = late if is_straggler else ()
+    slow = tuple(rank for rank in totals if local_ms[rank][LOCAL] >= threshold_ms)
+    stragglers = slow if is_straggler else ()
 
-    rows, phase = _rows(totals, local_ms), largest_part(excess.by_phase_ms)
+    rows, phase = _rows(totals, local_ms), largest_part(late.by_phase_ms)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     cause = cause or _Cause(f"in {phase} compute" if has_waits else f"in {phase}")
 
     history = _history(totals)
     pattern, note = "", ""
     if history is not None:
-        pattern, note = _pattern(totals, history, stragglers, excess)
+        pattern, note = _pattern(totals, history, stragglers, late)
     content = f"rank {last} has {batch}" if is_straggler and batch not in cause.where else ""
-    notes = content, note, _waits(totals, stragglers, excess.step_ms)
+    notes = content, note, _waits(totals, stragglers, late.step_ms)
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
         straggler=last if is_straggler else None,
-        excess_ms=excess.own_ms,
+        excess_ms=late.own_ms,
         phase=phase,
-        sentence=_sentence(last, stragglers, excess.own_ms, cause.where),
+        sentence=_sentence(last, stragglers, late.own_ms, cause.where),
         stragglers=stragglers,
         suspect=last if is_large and not is_straggler else None,
         error_ms=error_ms if math.isfinite(error_ms) else None,
@@ -523,9 +523,9 @@ def _local_ms(totals: RankTotals) -> dict[str, float]:
     return local_ms
 
 
-def _excess(
+def _last_rank(
     totals: Mapping[int, RankTotals], local_ms: Mapping[int, Mapping[str, float]]
-) -> _Excess:
+) -> _LastRank:
     last = max(totals, key=lambda rank: local_ms[rank][LOCAL])
     # Exclude this rank from the median. With two ranks, it would make up half of the median.
     others = [rank for rank in totals if rank != last] or [last]
@@ -547,8 +547,8 @@ def _excess(
     if len(known_ms) == len(busy_ms):
         more_busy_ms = max(known_ms[0] - statistics.median(known_ms[1:]), 0.0)
         hidden_ms = max(_host_excess_ms(both_host_ms) - more_busy_ms, 0.0)
-    return _Excess(
-        last=last,
+    return _LastRank(
+        rank=last,
         others=others,
         total_ms=total_ms,
         by_phase_ms=excess_ms,
@@ -561,7 +561,7 @@ def _excess(
 
 
 def _certainty(
-    totals: Mapping[int, RankTotals], excess: _Excess, more_content: float
+    totals: Mapping[int, RankTotals], late: _LastRank, more_content: float
 ) -> tuple[bool, float]:
     """Return whether the excess is more than noise, and its standard error (in milliseconds).
 
@@ -572,65 +572,65 @@ def _certainty(
 
     Args:
         totals: Totals of each rank.
-        excess: The last rank.
+        late: The last rank.
         more_content: Result of `_more_content`.
     """
-    usual_error_ms = statistics.median(totals[rank].error_ms for rank in excess.others)
-    error_ms = math.hypot(totals[excess.last].error_ms, usual_error_ms)
+    usual_error_ms = statistics.median(totals[rank].error_ms for rank in late.others)
+    error_ms = math.hypot(totals[late.rank].error_ms, usual_error_ms)
 
-    host_ms = excess.host_ms
+    host_ms = late.host_ms
     longest = max(host_ms, key=lambda name: host_ms[name][0] - host_ms[name][1], default="")
     ratios = [
         ms / usual_ms
         for name, (ms, usual_ms) in host_ms.items()
-        if name != longest and usual_ms >= _MIN_PHASE * excess.step_ms
+        if name != longest and usual_ms >= _MIN_PHASE * late.step_ms
     ]
     drift = max(max([1.0, *ratios]) - 1.0 - more_content, 0.0)
     usual_host_ms = sum(usual_ms for _, usual_ms in host_ms.values())
-    drift_ms = min(drift * usual_host_ms, max(excess.own_ms, 0.0))
-    if excess.hidden_ms:  # Then the hosts are compared by examined steps only.
-        drift_ms = max(excess.own_ms, 0.0)
-    samples = totals[excess.last].phases[STEP][0] / _HOST_SAMPLE_MS
+    drift_ms = min(drift * usual_host_ms, max(late.own_ms, 0.0))
+    if late.hidden_ms:  # Then the hosts are compared by examined steps only.
+        drift_ms = max(late.own_ms, 0.0)
+    samples = totals[late.rank].phases[STEP][0] / _HOST_SAMPLE_MS
     both_errors_ms = math.hypot(error_ms, drift_ms / math.sqrt(max(samples, 1.0)))
-    if excess.own_ms > _MIN_ERRORS * both_errors_ms:
+    if late.own_ms > _MIN_ERRORS * both_errors_ms:
         return True, both_errors_ms
     # The rest is certain if it is more than all of the drift, which is not the same in all phases.
-    rest_ms = excess.own_ms - drift_ms
-    is_beyond = rest_ms >= max(excess.min_ms, drift_ms) and rest_ms > _MIN_ERRORS * error_ms
+    rest_ms = late.own_ms - drift_ms
+    is_beyond = rest_ms >= max(late.min_ms, drift_ms) and rest_ms > _MIN_ERRORS * error_ms
     return is_beyond, both_errors_ms
 
 
-def _more_content(totals: Mapping[int, RankTotals], excess: _Excess) -> float:
+def _more_content(totals: Mapping[int, RankTotals], late: _LastRank) -> float:
     """Return how much more the last rank has in its batches: 0.6 for 1.6 times the tokens.
 
     Return 0.0 if it does not, or if that is unknown.
     """
-    unit, amount = totals[excess.last].batch
-    others = [totals[rank].batch for rank in excess.others]
+    unit, amount = totals[late.rank].batch
+    others = [totals[rank].batch for rank in late.others]
     usual = statistics.median(other.amount for other in others)
     if not unit or not usual or any(other.unit != unit for other in others):
         return 0.0
     return max(amount / usual - 1, 0.0)
 
 
-def _more_batch(totals: Mapping[int, RankTotals], excess: _Excess, more_content: float) -> str:
+def _more_batch(totals: Mapping[int, RankTotals], late: _LastRank, more_content: float) -> str:
     """Return how much more its batches contain; empty if that explains less than half."""
-    if more_content < max(_MIN_FACTOR - 1, 0.5 * excess.total_ms / excess.step_ms):
+    if more_content < max(_MIN_FACTOR - 1, 0.5 * late.total_ms / late.step_ms):
         return ""
-    unit, amount = totals[excess.last].batch
+    unit, amount = totals[late.rank].batch
     both = f"({amount:,.0f} and {amount / (1 + more_content):,.0f} per step)"
     return f"{1 + more_content:.1f} times the {unit} of the others {both}"
 
 
-def _cause(totals: Mapping[int, RankTotals], excess: _Excess, batch: str) -> _Cause | None:
+def _cause(totals: Mapping[int, RankTotals], late: _LastRank, batch: str) -> _Cause | None:
     """Return the factor of all lines, or the line, that makes the last rank late; None if unknown.
 
     `batch` says how much more it has in its batches; empty if that does not explain the excess.
     """
-    with_lines = [rank for rank in excess.others if totals[rank].lines]
-    if 2 * len(with_lines) < len(excess.others):
+    with_lines = [rank for rank in late.others if totals[rank].lines]
+    if 2 * len(with_lines) < len(late.others):
         return None
-    last, own_ms, is_host = excess.last, excess.own_ms, excess.is_of_host
+    last, own_ms, is_host = late.rank, late.own_ms, late.is_of_host
     if (factor := _factor(totals, last, with_lines, own_ms, is_host)) is not None:
         if batch:
             why = f"it has {batch}"
@@ -650,7 +650,7 @@ def _cause(totals: Mapping[int, RankTotals], excess: _Excess, batch: str) -> _Ca
         where += ", host-paced" if line.host_ms >= line.gpu_ms else ", GPU-paced"
     # The speed of a host, or how collectives share a GPU, rarely doubles the time of a line.
     beyond_ms = line_ms - (line.local_ms - line_ms)
-    is_own = beyond_ms >= max(_MIN_OWN * excess.step_ms, _MIN_ERRORS * line.error_ms / 2)
+    is_own = beyond_ms >= max(_MIN_OWN * late.step_ms, _MIN_ERRORS * line.error_ms / 2)
     return _Cause(where, line.text, line_ms, is_own=is_own)
 
 
@@ -669,8 +669,8 @@ def _longest_line(
 ) -> tuple[LineTime | None, float]:
     """Return the line in which the last rank exceeds the others the most, and by how much.
 
-    Return None if it does not by more than the errors. As in `_Excess.own_ms`, where the host sets
-    the pace, the excess is at most that of the host's own time.
+    Return None if it does not by more than the errors. As in `_LastRank.own_ms`, where the host
+    sets the pace, the excess is at most that of the host's own time.
     """
     own = totals[last].lines
     texts = {line.text for line in own}
@@ -756,7 +756,7 @@ def _pattern(
     totals: Mapping[int, RankTotals],
     history: RankHistory,
     stragglers: Sequence[int],
-    excess: _Excess,
+    late: _LastRank,
 ) -> tuple[str, str]:
     """Return how the rank that is last changes over the run, and a sentence on it and its cost.
 
@@ -767,12 +767,12 @@ def _pattern(
         for rank, local_ms in zip(totals, history.local_ms, strict=True)
         if not math.isnan(local_ms[0])
     }
-    found = _LastOverTime(arrived, excess.step_ms)
+    found = _LastOverTime(arrived, late.step_ms)
     windows = f"windows of {history.steps} steps" if history.steps > 1 else "steps"
-    own = excess.own_ms / excess.total_ms if excess.hidden_ms else 1.0
+    own = late.own_ms / late.total_ms if late.hidden_ms else 1.0
     if pattern := found.same(stragglers, windows, own):
         return pattern
-    if _is_host_bound(totals, excess.step_ms):
+    if _is_host_bound(totals, late.step_ms):
         return "", ""  # The work of any rank's host may be hidden in any window.
     if pattern := found.rotating(windows) or found.transient(history, windows):
         return pattern
@@ -782,7 +782,7 @@ def _pattern(
         newest_ms = {
             rank: each.newest_ms for rank, each in zip(arrived, newest, strict=True) if each
         }
-        pattern = _LastOverTime(newest_ms, excess.step_ms).rotating("steps", "the newest ")
+        pattern = _LastOverTime(newest_ms, late.step_ms).rotating("steps", "the newest ")
     return pattern or ("", "")
 
 

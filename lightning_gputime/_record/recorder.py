@@ -290,12 +290,12 @@ class Recorder:
             # Ranges of profilers must start and end in the same thread.
             self._record(label, annotate=False)
 
-    def mark_instead(self, old: str, label: str) -> None:
-        """Mark `label`; but if the current label is `old`, replace the label of its mark instead.
+    def mark_instead(self, label: str, *, of: str) -> None:
+        """Mark `label`; but if the current label is `of`, replace the label of its mark instead.
 
         Then the time since that mark belongs to `label`, too.
         """
-        if self.label == old and self.state is OPEN and get_ident() == self.threads.timed:
+        if self.label == of and self.state is OPEN and get_ident() == self.threads.timed:
             self.open.relabel(label)
             self.label = label
         else:

@@ -156,20 +156,19 @@ def mean_of_all_steps(
     period = np.gcd.reduce(np.diff(numbers_of_long))
     is_periodic = len(numbers_of_long) >= _MIN_LONG_STEPS and period >= _MIN_PERIOD
     usual = times[~is_long].mean(axis=0) if is_periodic else times.mean(axis=0)
-    influence = times - usual
-    variances = np.square(errors / _NORMAL_95)
     added_ms = max(float(means[0] - usual[0]), 0.0)  # Time above the usual step, per step.
-    if is_periodic:
-        excess = influence[is_long]
-        long_steps = added_ms * all_steps / excess[:, 0].mean()  # Timed or not.
-        one_more = np.square(np.abs(excess).max(axis=0))
-        variances += (one_more + long_steps * excess.var(axis=0)) / all_steps**2
-        # The term above covers the long steps, so use only the others for `variance`.
-        influence[is_long] = 0.0
-        influence *= len(times) / np.count_nonzero(~is_long)
-    else:
+    variances, influence = np.square(errors / _NORMAL_95), times - usual
+    if not is_periodic:
         # Assume that the added time was spent in steps of `max_ms` at random places.
         variances[0] += added_ms * max(max_ms - float(usual[0]), 0.0) / all_steps
+        return Estimate(means, variances + variance(influence), not_sampled_ms)
+    excess = influence[is_long]
+    long_steps = added_ms * all_steps / excess[:, 0].mean()  # Timed or not.
+    one_more = np.square(np.abs(excess).max(axis=0))
+    variances += (one_more + long_steps * excess.var(axis=0)) / all_steps**2
+    # The long steps are covered, so `variance` is that of the others, as if all were like them.
+    influence[is_long] = 0.0
+    influence *= len(times) / np.count_nonzero(~is_long)
     return Estimate(means, variances + variance(influence), not_sampled_ms)
 
 

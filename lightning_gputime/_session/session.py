@@ -526,7 +526,7 @@ class Session:
         if not self.optimizer.has_any and not is_inference:
             # No hook has marked the update, because the timer has no optimizer. It counts as
             # `other`.
-            recorder.mark_instead(AFTER_BACKWARD, OTHER)
+            recorder.mark_instead(OTHER, of=AFTER_BACKWARD)
             recorder.mark(AFTER_UPDATE)
         last_label = AFTER_FORWARD if is_inference else AFTER_UPDATE
         index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
