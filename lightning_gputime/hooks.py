@@ -571,7 +571,8 @@ class GPUPhaseHooks(Timer):
             session.recorder.resume(OTHER if self._plain.is_in_body else DATA)
 
     def _forget(self, session: AnySession) -> None:
-        self._wall_clock.stop(session.ended_ns)
+        if self._session is session:  # Otherwise an observer has attached the timer again.
+            self._wall_clock.stop(session.ended_ns)
         super()._forget(session)
 
     def _forget_loop(self) -> None:

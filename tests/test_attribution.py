@@ -377,18 +377,21 @@ def test_process_on_the_gpu_is_found_with_nvml(monkeypatch: pytest.MonkeyPatch) 
         SimpleNamespace(pid=os.getpid(), smUtil=90, timeStamp=5),
         SimpleNamespace(pid=77, smUtil=50, timeStamp=6),
     ]
+    running = {"GPU-5": samples}
     nvml = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: running[handle],
         nvmlDeviceGetProcessUtilization=lambda handle, since_us: samples,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    properties = lambda index: SimpleNamespace(uuid=index + 5)  # noqa: E731
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
     source = GPUProcesses(0)
     assert source.read()["another process on the GPU"] > 0.0
     assert source.places["another process on the GPU"] == "pid 77"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # It renumbers the GPUs.
+    running["GPU-5"] = samples[1:]  # In a container, process ids are those of the host.
     log = MachineLog(time.perf_counter_ns, {"other processes": lambda: GPUProcesses(0)})
     assert log.missing == ["other processes"]
 

@@ -60,12 +60,16 @@ def test_ranks_with_an_agreed_recurrence_time_the_same_steps() -> None:
     assert timed_steps(Schedule(windows), 400) == timed_steps(other, 400)
 
 
-def test_first_window_covers_the_steps_in_which_loggers_run() -> None:
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 10])
+def test_one_window_of_eight_covers_the_steps_in_which_loggers_run(count: int) -> None:
     schedule = Schedule(Windows())
-    schedule.follow(Windows(5, 50, end_in_log=True), 100)
-    timed = timed_steps(schedule, 251)
+    schedule.follow(Windows(2, 50, count, end_in_log=True), 100)
+    timed = {*timed_steps(schedule, 100 + 50 * 800)}
     # A log is due in step 149, the last of an interval.
-    assert {*range(146, 151)} <= {*timed}
+    assert {149, 150} <= timed
+    covered = [end for end in range(150, 100 + 50 * 800, 50) if {end - 1, end} <= timed]
+    share = len(covered) / (800 * count)
+    assert 0.09 < share < 0.2
 
 
 def test_new_windows_start_with_their_next_complete_part() -> None:

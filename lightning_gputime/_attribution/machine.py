@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightning_gputime._attribution.overlap import Candidate
 from lightning_gputime._compat.python_ import place_in_thread
@@ -200,14 +201,17 @@ class GPUProcesses(MachineSource):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        if "CUDA_VISIBLE_DEVICES" in os.environ:
-            raise OSError  # It renumbers the GPUs.
         try:
             self._nvml: Any = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-            self._handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            # NVML numbers the GPUs in another order than torch.
+            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         except Exception as error:
             raise OSError from error
+        if os.getpid() not in {process.pid for process in running}:
+            raise OSError  # NVML has the ids of the host, from outside of this container.
         self._since_us, self._read_s = 0, time.perf_counter()
 
     def read(self) -> Mapping[str, float]:

@@ -207,7 +207,8 @@ def _advise_on_user_phase(case: Case) -> Iterator[Advice]:
 
 def advise_on_launches(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
     """Yield advice if launches of the model's work set the pace."""
-    if m.share(OPTIMIZER) >= max(m.share(FORWARD), m.share(BACKWARD)):
+    is_mostly_update = m.share(OPTIMIZER) >= max(m.share(FORWARD), m.share(BACKWARD))
+    if is_mostly_update:
         yield from _fuse_update(m, setup)
     if m.memory is None or m.memory.share <= _MAX_MEMORY_SHARE:
         now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
@@ -215,7 +216,8 @@ def advise_on_launches(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]
     mode = '(mode="reduce-overhead")' if setup.compiled else ""
     yield Advice("compile", f"use torch.compile{mode}")
     yield Advice("cuda_graphs", "use CUDA graphs")
-    yield from _fuse_update(m, setup)
+    if not is_mostly_update:
+        yield from _fuse_update(m, setup)
 
 
 def _fuse_update(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:

@@ -226,7 +226,12 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
             return False
         return name in CODES or name not in STANDARD_PHASES or name in (TIMING, NOT_SAMPLED)
 
-    def part_of_code(row: LineRow) -> _Part:
+    def part_of(row: LineRow, group: str, top: str) -> _Part:
+        """Return the part for the time of a row in a group and a phase."""
+        if group and is_undivided(group):
+            return parts[group]
+        if not row.function:
+            return parts[f"{top}{NOT_EXAMINED}"]
         part = parts[str(row).replace("`", "")]
         part.line = part.line or row
         return part
@@ -251,22 +256,16 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
                 continue
             for row in rows:
                 in_phase = row.phases[phase]
-                if is_undivided(name):
-                    part = parts[name]
-                else:
-                    part = part_of_code(row) if row.function else parts[f"{top}{NOT_EXAMINED}"]
                 of_row = in_phase.ms / (row.ms or 1.0)
                 error_of_row = row.error_ms * of_row / (m.step.mean_ms or 1.0)
                 total_error = ((error * in_phase.ms / all_ms) ** 2 + error_of_row**2) ** 0.5
                 scale = share / all_ms
                 own_host_ms = in_phase.host_ms - in_phase.idle_ms
+                part = part_of(row, name, top)
                 part.add(top, scale * in_phase.gpu_ms, scale * own_host_ms, total_error)
                 if in_phase.idle_ms:
-                    # The reason for the GPU's idle time is what the code waited in: the group of
-                    # its main phase, if that is undivided.
-                    main_group = group_of_phase.get(row.main_phase, "")
-                    is_group = main_group and is_undivided(main_group)
-                    part = parts[main_group] if is_group else part_of_code(row)
+                    # The reason for the GPU's idle time is what the code waited in: its main phase.
+                    part = part_of(row, group_of_phase.get(row.main_phase, ""), top)
                     part.add(top, 0.0, scale * in_phase.idle_ms, 0.0)
     return {name: part for name, part in parts.items() if part.share > 0}
 
@@ -386,14 +385,14 @@ def is_model_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     if line is None:
         return of_model >= 0.5 * total > 0
     if line.is_recomputed:
-        return False
+        return False  # Exchanged for memory.
     is_called_by_model = line.file and not line.is_library and not line.is_forward
-    # Code that only runs in backward is not the reason for nodes of the graph.
-    has_backward = 0 < phases.get(BACKWARD, 0.0) < total
-    if is_called_by_model and line.operations == 0 and not has_backward:
-        return False
+    # Nodes of the graph have a time in backward. Code that runs only there has made none.
+    has_nodes = 0 < phases.get(BACKWARD, 0.0) < total
+    if is_called_by_model and line.operations == 0 and not has_nodes:
+        return False  # Such as a search in NumPy.
     if not line.is_library:
-        of_model -= phases.get(OPTIMIZER, 0.0)
+        of_model -= phases.get(OPTIMIZER, 0.0)  # Such as clipping.
     return of_model >= 0.5 * total > 0
 
 

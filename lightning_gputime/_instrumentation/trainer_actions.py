@@ -188,7 +188,7 @@ class _ActionCalls(dict[str, None]):
     def __missing__(self, action_name: str) -> None:
         """Call the listeners of an action. If there are none, remember that."""
         has_listener = False
-        for calls, fail in self._listeners:
+        for calls, fail in [*self._listeners]:  # A copy, because `fail` may remove one.
             if action_name in calls:
                 has_listener = True
                 try:

@@ -200,9 +200,11 @@ class Ledger:
         It is slow, so do not call it in the loop; call it in one thread at a time.
         """
         while self._raw:
-            step = examined_step(*self._raw[0], on_host_clock=self._on_host_clock)
-            self.steps.append(step)
-            del self._raw[0]
+            try:
+                step = examined_step(*self._raw[0], on_host_clock=self._on_host_clock)
+                self.steps.append(step)
+            finally:
+                del self._raw[0]  # Also after an error, which would occur again.
         return self.steps
 
     def differs_from(self, phases_ms: Mapping[str, float], step_ms: float) -> bool:

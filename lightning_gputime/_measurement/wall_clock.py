@@ -203,7 +203,8 @@ class WallClock:
     def leave_phase(self, entry: str) -> None:
         """Close a nested entry. Ignore calls from other threads."""
         if get_ident() == self._thread and entry in self._nested:
-            self._nested.remove(entry)
+            innermost = max(i for i, nested in enumerate(self._nested) if nested == entry)
+            del self._nested[innermost]
             self._update()
 
     def shorten_step(self, ns: int) -> None:

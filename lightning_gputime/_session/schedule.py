@@ -115,15 +115,24 @@ class Schedule:
         self._may_move = not is_moved
         if is_moved:
             start = int(long_step) - windows.size // 2
-        elif windows.end_in_log and (k - self._first_part) % 8 == 0:
-            # 1 of 8 windows covers a step that writes logs. Loggers run at the end of the last step
-            # of an interval, or at the start of the next step, so cover both.
+        elif windows.end_in_log and self._covers_log(k):
+            # Loggers run at the end of the last step of an interval, or at the start of the next
+            # step, so cover both if the window is long enough.
             start = end + 1 - windows.size
         else:
             # Use squares: plain multiples of the golden ratio hit some periods twice as often.
             start = first + int((k + 1) ** 2 * GOLDEN % 1 * (end - first))
         self._start = max(start, self._stop)
         self._stop = self._start + windows.size
+
+    def _covers_log(self, k: int) -> bool:
+        """Return True for 1 of 8 windows, which are the last of an interval.
+
+        If there are more than 8 windows in an interval, it is the last window of each.
+        """
+        count = self.windows.count
+        is_last = (k + 1) % count == 0
+        return is_last and (k - self._first_part) // count % max(8 // count, 1) == 0
 
     def _next_long_step(self, first: int) -> float:
         """Return the index of the first expected long step from `first` on; infinity if none is."""
