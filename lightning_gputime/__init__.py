@@ -79,9 +79,7 @@ def __getattr__(name: str) -> Any:
 
         fix = "" if name.startswith("_") else f": {suggest(name, __all__)}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")
-    module = importlib.import_module(f"{__name__}._api")
-    if name in _HEAVY:
-        module = importlib.import_module(f"{__name__}.{_HEAVY[name]}")
+    module = importlib.import_module(f"{__name__}.{_HEAVY.get(name, '_api')}")
     found = globals()[name] = getattr(module, name)
     if isinstance(found, type):
         found.__module__ = __name__

@@ -176,6 +176,7 @@ def _bound(text: str) -> tuple[float, str]:
 
 
 def _seconds(text: str) -> float:
+    """Return the seconds of a text such as "90s", "15m" or "1h". A number alone is in minutes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"must be a time such as 90s, 15m or 1h, got {text!r}")

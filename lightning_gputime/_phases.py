@@ -298,7 +298,11 @@ def _intervals(labels: Sequence[str]) -> list[_Interval]:
 
 
 def _following(label: str, phase: str, following: str | None) -> str | None:
-    """Return the work that follows the time before a mark, by the work that follows the mark."""
+    """Return the work that follows a mark and its time, given the work that follows after them.
+
+    Marks are resolved backwards. For example, time before a `GRAD` that belongs to a backward is
+    no `loss`.
+    """
     top_level = phase.partition("/")[0]
     if label in (AFTER_UPDATE, LEFT):
         # Only the end of an update is marked, so code between backward and update, such as

@@ -323,7 +323,7 @@ class Timer(Tabular):
             self._environment = replace(self._environment, batch_size=settings["batch_size"])
 
     def _read_costly_settings(self, known: Iterable[CostlySetting] = ()) -> None:
-        """Read the settings that cost time, and add them to those that are already `known`."""
+        """Read the settings that cost time. They replace all that are not `known`."""
         settings = merge(known, self._costly_settings.read(self._results.setup))
         self._results.update_setup(costly_settings=settings)
 

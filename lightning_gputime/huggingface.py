@@ -151,7 +151,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _end_train_call(self, _: Any) -> None:
         try:
             if self._session.is_attached:
-                self._end_if_failed(None)
+                self._end_if_failed()
             if self._session.is_attached:
                 self._detach()  # The Trainer returned without `on_train_end`.
         finally:
@@ -306,10 +306,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             if self._train_call is None:  # Otherwise `_end_train_call` does this.
                 self._leave_trainer()
 
-    def _end_if_failed(self, _: Any) -> None:
+    def _end_if_failed(self, _: Any = None) -> None:
         """End the measurement if the training failed or this timer was removed from the Trainer.
 
-        In both cases the Trainer does not call `on_train_end` of this timer.
+        In both cases the Trainer does not call `on_train_end` of this timer. A failure is the
+        exception that is being raised, see `sys.exception`.
         """
         trainer, error = self._trainer, sys.exception()
         if trainer is None:

@@ -145,14 +145,14 @@ class Processes(MachineSource):
         self._stat(self._pid)
 
     def read(self) -> Mapping[str, float]:
+        """Return the CPU time (in seconds) by name, of busy processes and of all children."""
         now_s = time.perf_counter()
         if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _IN_THREAD[0]):
             self._search()
         used_s: dict[int, float] = {}
         children = {int(pid) for file in self._child_files for pid in file.read().split()}
-        # These have started since the last read. At the first read, they are older.
-        new = children - (children if self._children is None else self._children)
-        self._children = children
+        before, self._children = self._children, children
+        new = set[int]() if before is None else children - before  # Started since the last read.
         for pid in {*self._busy, *children}:
             with suppress(OSError, ValueError, IndexError):
                 name, parent, core, seconds = self._stat(pid)

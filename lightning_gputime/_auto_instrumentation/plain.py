@@ -129,9 +129,9 @@ class PlainLoops:
             return
         if attached:  # A Trainer's timer, which was added to the script.
             self._trainer_timer = ref(attached[0])
-            self._untimeable.discard(optimizer)
+        elif not self._starts_to_time(optimizer):
             return
-        self._time_loop_of(optimizer)
+        self._untimeable.discard(optimizer)
 
     def _end(self, loop: "TimedLoop") -> None:
         """End the timed loop, and count it as short if it has too few steps to be shown."""
@@ -144,8 +144,8 @@ class PlainLoops:
         self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
         self._loop = None
 
-    def _time_loop_of(self, optimizer: Optimizer) -> None:
-        """Time the loop in which an optimizer updates its models, or warn why it cannot."""
+    def _starts_to_time(self, optimizer: Optimizer) -> bool:
+        """Time the loop in which an optimizer updates its models. If not possible, warn why."""
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._compat import lightning_, transformers_
         from lightning_gputime._compat.python_ import running_module
@@ -166,12 +166,13 @@ class PlainLoops:
             warn_once(_NOT_FOUND, why, "model, optimizer")
         else:
             self._loop = adding.TimedLoop(optimizer, models, self._wanted, self._early_stages())
-            self._untimeable.discard(optimizer)
             self._shows = self._loop.is_shown
             if self._shows and self._n_loops == 1:
                 messages.warning(_FOUND, names, kind)
             elif self._shows:
                 messages.warning(_FOUND_NEXT, names)
+            return True
+        return False
 
     def _early_stages(self) -> "EarlyStages":
         """Return the timer of the stages of loaders that are read between the timed loops."""

@@ -138,8 +138,9 @@ def patches(trainer: Any, calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 
     Args:
         trainer: The Trainer.
-        calls: Listeners, by the action of the method: "epoch", "fetch", "evaluate", "evaluation",
-            "prediction", "log", "rewards", and "end" if its end may be the end of the training.
+        calls: Listeners, by the action of the method: "epoch", "fetch", "evaluate" (the call of a
+            user or of the Trainer), "evaluation" (its loop over batches), "prediction", "log",
+            "rewards", and "end" for methods whose return or error may end the training.
     """
     epoch = _EPOCH.attribute if _EPOCH.is_in(trainer) else "training_step"
     names = {

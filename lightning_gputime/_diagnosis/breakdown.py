@@ -336,7 +336,7 @@ def _entry_in_steps(
 
 
 def _is_in_few_steps(name: str, part: _Part, rows: Sequence[PhaseStats], m: Measurement) -> bool:
-    """Return True for an entry that does not recur, so that a longer training is no faster."""
+    """Return True for an entry that does not recur: a longer training would not gain from it."""
     if name == COMPILATIONS:
         # A few compilations are necessary: the first of each graph.
         return 0 < sum(code.calls for code in of_entry(m.culprits, COMPILATIONS)) < 5

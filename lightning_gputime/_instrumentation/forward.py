@@ -118,7 +118,7 @@ class ForwardBoundary:
         self._losses = set[int]()  # Modules that `_is_loss` has found to be losses.
         self._not_losses = set[int]()  # Called modules that are certainly no losses.
         self._hooked: dict[int, list[Attachment]] = {}  # Hooks of each module except the model.
-        self._model_hooks = WeakSet[Attachment]()  # Must not keep the model alive.
+        self._model_hooks = WeakSet[Attachment]()
         self._is_searching = False  # True until a step has shown which modules the loop calls.
         self._compiled: nn.Module | None = None  # Module that is being compiled.
         if loop.compiled_step:
@@ -215,7 +215,10 @@ class ForwardBoundary:
     # Modules with hooks
 
     def _search(self, *, everywhere: bool = False) -> None:
-        """Add hooks to the modules inside the model; for `everywhere`, see `_modules_inside`."""
+        """Add hooks to the modules inside the model, until `step_ended` has seen which are called.
+
+        With `everywhere`, include modules whose hooks make torch use a slower implementation.
+        """
         # Do not use torch's global module hooks: they run for every module of the process (with 500
         # modules a forward took 925 us instead of 297 us), and disable torch.compile.
         self._is_searching = True
@@ -228,6 +231,7 @@ class ForwardBoundary:
                 self._hooked[id(module)] = self._hook(module)
 
     def _hook_model(self, model: nn.Module) -> None:
+        # Weak, because hooks keep their module alive, and the timer must not keep the model alive.
         self._model_hooks = WeakSet(self._hook(model))
 
     def _hook(self, module: nn.Module) -> list[Attachment]:
@@ -636,23 +640,29 @@ class EvaluationSearch:
         excludes_inner = (
             not n_inner or self._is_inference or self._is_exception(n_inner, inner_spans, step)
         )
-        excluded = [*inner_spans, *final_spans] if excludes_inner else final_spans
-        # Exclude from the last span to the first: for a span that is only preceded by a fetch,
+        self._exclude_marks([*inner_spans, *final_spans] if excludes_inner else final_spans)
+        self._exclude_untimed(None if excludes_inner else [end] if has_final else [])
+        self._remember_inner_calls(n_inner, step)
+        self.reset()
+
+    def _exclude_marks(self, spans: Sequence[_Span]) -> None:
+        """Exclude spans of marks of a timed step."""
+        # From the last span to the first: for a span that is only preceded by a fetch,
         # `exclude_evaluation` also excludes this fetch. An earlier span that is already excluded
         # would no longer separate a later span from the fetch.
-        for first, stop in reversed(excluded):
+        for first, stop in reversed(spans):
             self.has_found = True
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
-        # Spans of an untimed step on the host's clock, of which the last may still be open.
-        self.end_untimed_span()
+
+    def _exclude_untimed(self, positions: Sequence[tuple[int, int]] | None) -> None:
+        """Exclude spans of an untimed step on the host's clock: at these positions, or all."""
+        self.end_untimed_span()  # The last may still be open.
         for position, ns in self._spans_ns.items():
-            if excludes_inner or (has_final and position == end):
+            if positions is None or position in positions:
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
                 # For a timed step, the session moves the time, once it has read the marks.
                 self._wall_clock.move(STEPS, EVALUATION, ns / 1e6)
-        self._remember_inner_calls(n_inner, step)
-        self.reset()
 
     def _remember_inner_calls(self, n_inner: int, step: int) -> None:
         """Remember the number of inner calls of a step, to compare later steps with it."""

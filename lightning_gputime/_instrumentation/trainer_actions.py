@@ -105,7 +105,7 @@ class FitActions:
                 if lightning_.defines(callback, hook):
                     label = label_of_callback(callback, hook)
                     yield lightning_.callback_action(callback, hook), partial(start, label)
-                    yield action_of(hook), end
+                    yield action_of(hook), end  # The last lines replace that of the update.
                     if hook == "on_before_optimizer_step":
                         start_update = partial(self._leave_callback_and_start_update, fit)
         yield action_of("on_before_optimizer_step"), start_update
@@ -215,7 +215,7 @@ class _Relay:
     __slots__ = ("_actions", "_call")
 
     def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
-        self._call, self._actions = call, _ActionCalls(None, listeners)
+        self._call, self._actions = call, _ActionCalls(listeners=listeners)
 
     @classmethod
     def wrap(cls, call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], Any]:

@@ -1,7 +1,7 @@
 """Cells: the time of an examined step by line, phase and pace."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -115,13 +115,14 @@ def examined_step(step: StepRecord, waits: Sequence[Span], *, on_host_clock: boo
     for line in lines:
         calls[line.line] += line.starts
     intervals = [*_intervals(step)]
-    busy_ms: dict[Line, float] = defaultdict(float)
+    busy_ms: Mapping[Line, float] = {}
     if on_host_clock:
         cells: dict[Cell, float] = defaultdict(float)
         for interval in intervals:
             cells[Cell(interval.line, interval.phase, HOST)] += interval.host_ms
     else:
-        cells = _paced_cells(intervals, step, waits, busy_ms)
+        paced = _with_lags(intervals, step)
+        busy_ms, cells = _busy_ms(paced, waits), _paced_cells(paced)
     in_steps = {cell: ms for cell, ms in cells.items() if cell.phase}
     # The first mark shows what was running.
     first = lines[0].line if lines else None
@@ -181,26 +182,38 @@ def _intervals(step: StepRecord) -> Iterator[_Interval]:
             )
 
 
-def _paced_cells(
-    intervals: Sequence[_Interval],
-    step: StepRecord,
-    waits: Sequence[Span],
-    busy_ms: dict[Line, float],
-) -> dict[Cell, float]:
-    """Return the cells of a step on a device, and add the host time of each line to `busy_ms`."""
+def _with_lags(
+    intervals: Sequence[_Interval], step: StepRecord
+) -> list[tuple[_Interval, tuple[float, float]]]:
+    """Return the intervals of a step on a device, with the device's lag at the start and end."""
     device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
     host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
     reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
     lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
-    paced = [*zip(intervals, pairwise(lags), strict=True)]
+    return [*zip(intervals, pairwise(lags), strict=True)]
+
+
+def _busy_ms(
+    paced: Iterable[tuple[_Interval, tuple[float, float]]], waits: Sequence[Span]
+) -> dict[Line, float]:
+    """Return the host time of each line without waits for the device, by the timer or the line."""
+    busy_ms: dict[Line, float] = defaultdict(float)
     for interval, (lag_before, lag_after) in paced:
         ms = interval.end_ms - interval.start_ms
+        # The line has waited if the device has caught up, although it had little new work.
         has_waited = lag_after < MAX_IDLE_LAG_MS and ms < _MAX_AFTER_WAIT * lag_before
         waited_ms = lag_before if has_waited else 0.0
         for start_ns, end_ns in waits:
             if interval.start_ns < end_ns <= interval.marked_ns:
                 waited_ms = max(waited_ms, (end_ns - start_ns) / 1e6)
         busy_ms[interval.line] += max(interval.host_ms - waited_ms, 0.0)
+    return busy_ms
+
+
+def _paced_cells(
+    paced: Sequence[tuple[_Interval, tuple[float, float]]],
+) -> dict[Cell, float]:
+    """Return the cells of a step on a device."""
     drained: Line | None = None  # Line that has waited until the device had no work left.
     left_ms = 0.0  # Work that was queued before this wait, less the idle time it has explained.
     # Twice, because a queue that is drained at the end of a step explains the start of the next.

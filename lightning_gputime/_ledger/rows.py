@@ -505,12 +505,13 @@ class _RowChoice:
             if phase == BACKWARD and ms:
                 self._trained.update(functions)
                 self._trained_keys.update(keys)
-            for key in {*keys}:
+            for key in {*keys}:  # A function that calls itself counts once.
                 self._ms[key] += ms
                 if phase != BACKWARD:
                     self._phases_ms[key][phase] += ms
             for caller, called in pairwise(keys):
                 self._called_ms[caller, called] += ms
+        # `_innermost_with_row` needs all of the sums above.
         for cell, ms in cells_ms.items():
             function, number = self._innermost_with_row(cell.place)
             if function is not None:

@@ -30,6 +30,7 @@ _SHORT_RUN = 10  # Runs with fewer segments need a larger change.
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
+_COST_OF_POSITION, _NOISE_OF_STRETCH = 6.0, 2.0  # See `_costs`.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)
 
 
@@ -375,7 +376,8 @@ def _shapes(edges: Floats, candidates: Ints) -> Floats:
 def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) -> Floats:
     """Return minus twice the log likelihood of each change, plus penalties.
 
-    The penalties are per free position, and for a stretch per segment of the run.
+    Each free position costs a constant. A change that ends before the run does, a stretch, costs
+    as much as noise that is larger by a factor of 2, because a few outliers look like one.
     """
     n, (start, full, until) = len(values), candidates
     weights = weights / weights.sum()
@@ -388,8 +390,8 @@ def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) ->
     floor = _NOISE_FLOOR**2 * float(weights @ values**2)
     # The start is free, unless it is that of the run, and so is the end of a trend.
     free_positions = (start > 0).astype(float) + ((full > start) & (full < n))
-    costs: Floats = n * np.log(noise + floor) + 6.0 * free_positions
-    costs += n * math.log(2.0) * (until < n)
+    costs: Floats = n * np.log(noise + floor) + _COST_OF_POSITION * free_positions
+    costs += n * math.log(_NOISE_OF_STRETCH) * (until < n)
     return costs
 
 

@@ -470,7 +470,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     is_certain = is_certain or (cause is not None and cause.is_own)
     is_straggler = is_large and is_certain
 
-    # These are closer to the last rank than to the median of the others.
+    # Ranks that are closer to the last rank than to the median of the others are slow as well.
     threshold_ms = local_ms[last][LOCAL] - total_ms / 2
     slow = tuple(rank for rank in totals if local_ms[rank][LOCAL] >= threshold_ms)
     stragglers = slow if is_straggler else ()
@@ -588,16 +588,17 @@ def _certainty(
     drift = max(max([1.0, *ratios]) - 1.0 - more_content, 0.0)
     usual_host_ms = sum(usual_ms for _, usual_ms in host_ms.values())
     drift_ms = min(drift * usual_host_ms, max(late.own_ms, 0.0))
-    if late.hidden_ms:  # Then the hosts are compared by examined steps only.
+    if late.hidden_ms:
+        # What is left is a difference between hosts in the few examined steps, so all of it may be
+        # drift.
         drift_ms = max(late.own_ms, 0.0)
     samples = totals[late.rank].phases[STEP][0] / _HOST_SAMPLE_MS
     both_errors_ms = math.hypot(error_ms, drift_ms / math.sqrt(max(samples, 1.0)))
-    if late.own_ms > _MIN_ERRORS * both_errors_ms:
-        return True, both_errors_ms
-    # The rest is certain if it is more than all of the drift, which is not the same in all phases.
+    is_beyond_all_errors = late.own_ms > _MIN_ERRORS * both_errors_ms
+    # Also certain if the rest is more than all of the drift, which is not the same in all phases.
     rest_ms = late.own_ms - drift_ms
-    is_beyond = rest_ms >= max(late.min_ms, drift_ms) and rest_ms > _MIN_ERRORS * error_ms
-    return is_beyond, both_errors_ms
+    is_beyond_drift = rest_ms >= max(late.min_ms, drift_ms) and rest_ms > _MIN_ERRORS * error_ms
+    return is_beyond_all_errors or is_beyond_drift, both_errors_ms
 
 
 def _more_content(totals: Mapping[int, RankTotals], late: _LastRank) -> float:
@@ -737,19 +738,27 @@ def _factor(
 def _history(totals: Mapping[int, RankTotals]) -> RankHistory | None:
     """Return the windows of all ranks; None if those of fewer than two ranks have arrived.
 
-    Windows of another length than those of rank zero are of fewer steps, and are left out.
+    Windows must have as many steps as those of the rank that knows their numbers, rank zero; else
+    they cover other steps, and count as not arrived.
     """
-    own = next((total.windows for total in totals.values() if total.windows), None)
-    if own is None or not own.first:
+    numbered = next((total.windows for total in totals.values() if total.windows), None)
+    if numbered is None or not numbered.first:
         return None
-    n, absent = len(own.first), [math.nan] * len(own.first)
-    windows = [total.windows for total in totals.values()]
-    found = [each if each and each.steps == own.steps else None for each in windows]
-    local_ms = [tuple([*(each.local_ms if each else ()), *absent][:n]) for each in found]
-    wait_ms = [tuple([*(each.wait_ms if each else ()), *absent][:n]) for each in found]
+    n = len(numbered.first)
+
+    def to_n(values_ms: Sequence[float]) -> tuple[float, ...]:
+        """Return values of exactly n windows: NaN for those that have not arrived."""
+        return tuple([*values_ms, *[math.nan] * n][:n])
+
+    local_ms, wait_ms = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    for total in totals.values():
+        each = total.windows
+        has_arrived = each is not None and each.steps == numbered.steps
+        local_ms.append(to_n(each.local_ms if each is not None and has_arrived else ()))
+        wait_ms.append(to_n(each.wait_ms if each is not None and has_arrived else ()))
     if sum(not math.isnan(row[0]) for row in local_ms) < 2:
         return None
-    return RankHistory(own.steps, tuple(own.first), tuple(local_ms), tuple(wait_ms))
+    return RankHistory(numbered.steps, tuple(numbered.first), tuple(local_ms), tuple(wait_ms))
 
 
 def _pattern(
@@ -824,18 +833,18 @@ class _LastOverTime:
     def n_late(self) -> int:
         return int(self.is_late.sum())
 
-    @property
-    def cost(self) -> str:
-        return f"which costs {duration(self.cost_ms)} per step"
+    def cost(self, own: float = 1.0) -> str:
+        """Return a clause on the cost, which is the fraction `own` of the excess."""
+        return f"which costs {duration(own * self.cost_ms)} per step"
+
+    # Each pattern with its sentence; None if it is not this pattern.
 
     def same(self, stragglers: Sequence[int], windows: str, own: float) -> tuple[str, str] | None:
-        """Return this pattern. Only the fraction `own` of the excess costs time."""
         count = sum(self.culprits[rank] for rank in stragglers)
         if not count or count < 0.8 * self.n:
             return None
-        self.cost_ms *= own
         who = "the same rank is" if len(stragglers) == 1 else "the same ranks are"
-        return "same", f"{who} last in {count} of {self.n} {windows}, {self.cost}"
+        return "same", f"{who} last in {count} of {self.n} {windows}, {self.cost(own)}"
 
     def rotating(self, windows: str, which: str = "") -> tuple[str, str] | None:
         if not self.n_late or self.n_late < 0.5 * self.n:
@@ -843,7 +852,7 @@ class _LastOverTime:
         if max(self.culprits.values()) > 0.7 * self.n_late:
             return None
         who = f"the straggler changes: {len(self.culprits)} ranks are last in turn"
-        return "rotating", f"{who} in {self.n_late} of {which}{self.n} {windows}, {self.cost}"
+        return "rotating", f"{who} in {self.n_late} of {which}{self.n} {windows}, {self.cost()}"
 
     def transient(self, history: RankHistory, windows: str) -> tuple[str, str] | None:
         if not 0 < self.n_late <= 0.25 * self.n or self.cost_ms < _MIN_COST * self.step_ms:
@@ -861,7 +870,7 @@ class _LastOverTime:
             ends = [*history.first[1:], history.first[-1] + history.steps]
             first, end = history.first[at[0]], ends[at[-1]] - 1
             where = f"steps {first} to {end}" if end > first else f"step {first}"
-        return "transient", f"rank {rank} is last only in {where}, {self.cost} over the run"
+        return "transient", f"rank {rank} is last only in {where}, {self.cost()} over the run"
 
 
 def _waits(totals: Mapping[int, RankTotals], stragglers: Sequence[int], step_ms: float) -> str:

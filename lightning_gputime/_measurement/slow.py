@@ -233,7 +233,7 @@ class SlowLog:
         self._has_baseline = False  # True once steps were compared with a baseline.
         self._kept = _Kept()
         self._pending: Sequence[SlowStep] = ()  # Unlogged steps of the last call of `add`.
-        self._before = _Sums()  # Sums over unlogged steps of earlier calls.
+        self._unlogged = _Sums()  # Sums over unlogged steps of earlier calls.
         self._logged = -1  # Number of the last logged step.
         # Kinds that were logged before, because loggers such as CSV require a constant set of keys.
         self._kinds: tuple[str, ...] = ()
@@ -259,7 +259,7 @@ class SlowLog:
         explained = [step.explained() for step in found] if self.is_followed else []
         # Logs that exclude some of the pending steps have been written by now, so the next log
         # includes all of them.
-        self._before = self._before.plus(zip(self._pending, repeat(1.0)))
+        self._unlogged = self._unlogged.plus(zip(self._pending, repeat(1.0)))
         # The first steps are compared late. Drop steps that an earlier log has already covered.
         self._pending = [step for step in explained if step.step > self._logged]
 
@@ -305,9 +305,9 @@ class SlowLog:
         these steps, too.
         """
         included = [step for step in self._pending if step.step <= newest]
-        sums = self._before.plus(zip(included, repeat(1.0)))
+        sums = self._unlogged.plus(zip(included, repeat(1.0)))
         if not keep:
-            self._logged, self._before = newest, _Sums()
+            self._logged, self._unlogged = newest, _Sums()
             self._pending = [step for step in self._pending if step.step > newest]
         if not self._has_baseline:
             return {}

@@ -261,8 +261,13 @@ class UntimedSteps:
         return True
 
     def settle(self, until: int = 0) -> None:
-        """Add all steps up to the last timed step that was read, and all before index `until`."""
-        # One function, because it runs in the loop: calls would cost more than the work.
+        """Add all steps up to the last timed step that was read, and all before index `until`.
+
+        In this order: durations of the steps (-1 if excluded), their strata, sums of each stratum,
+        and at last blocks of timed steps with the gaps of untimed steps before them.
+
+        One function, because it runs in the loop: calls would cost more than the work.
+        """
         timed, n_warmup_read = self._read, self._n_warmup_read
         self._read, self._n_warmup_read = [], 0
         if timed:
@@ -420,10 +425,11 @@ class UntimedSteps:
 
     @property
     def slow_correction(self) -> float:
-        """Factor for the cost of slow steps, because timing windows are moved onto long steps.
+        """Factor for the cost of slow steps, from 0 to 1.
 
-        It is the fraction of the time that long steps exceed ordinary steps by, in all steps,
-        divided by the same fraction in timed steps; at most 1.
+        Timing windows are moved onto long steps, so there are too many of them among the timed
+        steps. The factor is the excess of long steps, as a fraction of the time of all steps,
+        divided by the same fraction of timed steps.
         """
         of_all = _excess_share([(each.n, each.ns) for each in self._strata])
         of_timed = _excess_share([(each.timed_n, each.timed_ns) for each in self._strata])

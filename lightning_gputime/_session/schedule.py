@@ -298,11 +298,17 @@ class TimingCost:
         return (self._cost_ns + switch_ns / windows.size) / windows.every_n_steps
 
     def windows(self, n: int) -> Windows:
-        """Return the windows that time 1 of n steps, or fewer. All ranks get the same windows."""
+        """Return the windows that time 1 of n steps, or fewer. All ranks get the same windows.
+
+        For example, with a log every 50 steps and n = 4, there are two windows of 5 steps between
+        two logs; with n = 30, one window of a single step.
+        """
         if n == 1:
             return Windows()
         every = self._log_every_n_steps
-        size = max(min(5, min(every or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED) // n), 1)
+        # Up to 5 steps, as long as an interval between logs can pay for them.
+        max_steps = min(every or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED)
+        size = max(min(5, max_steps // n), 1)
         # As many whole log intervals as pay for a window. Without logs, any number of steps.
         interval = math.ceil(size * n / every) * every if every else size * n
         return Windows(size, interval, count=interval // (size * n), end_in_log=True)

@@ -229,7 +229,7 @@ class Session:
         self.is_attached = False
         self.index = 0
         """Number of steps that have ended, timed or not: the index of the open step."""
-        self._newest: int | None = None  # Number of the last step that ended.
+        self._newest_number: int | None = None  # Number of the last step that ended.
         # Cumulative time of all steps, updated at the end of each step that runs with hooks.
         self._ended_ns = 0
         self._first_label = DATA  # First label of the open step.
@@ -257,7 +257,7 @@ class Session:
         self._newest_steps = deque[tuple[int, int]](maxlen=options._lag + 1)
         # Number of the step from which `_schedule_log` must be called; None before the first step
         # has ended.
-        self._log_due_at: float | None = None
+        self._log_due_at: float | None = None  # None until the first step has ended.
 
     # Attach
 
@@ -413,7 +413,7 @@ class Session:
             examination_cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
         elif mode is TIMED and self._time_trial is not None:
             self._time_trial()
-        self._newest, index = number, self.index
+        self._newest_number, index = number, self.index
         self.index += 1
         now_ns = self._host_ns()
         if self.index == _FIRST_STEPS:
@@ -504,7 +504,7 @@ class Session:
             has_ended = self.optimizer.has_updated
         if not has_ended:
             return False
-        self._newest = number
+        self._newest_number = number
         if self.times_all:
             self._ended_ns = self._host_ns() - self._wall_clock.outside_ns
         else:
@@ -616,7 +616,7 @@ class Session:
     def _step_examined(self, cost: float) -> None:
         """Keep what the examiner has found in the step that ended last, and choose the next."""
         # A step's number counts in the run, its index in this measurement.
-        number, index = self._newest or 0, self.index - 1
+        number, index = self._newest_number or 0, self.index - 1
         self._ledger.unavailable = self._examiner.unavailable
         self._ledger.trained_tensors[number] = len(self._examiner.trained)
         self._surroundings.gpu.read(number)
@@ -642,9 +642,13 @@ class Session:
         self._check_at = min(first_check, self._hooks_return_at)
 
     def end_step_without_hooks(self, number: int) -> bool:
-        """End a step that ran without hooks. Return True if the hooks are attached again."""
+        """End a step that ran without hooks. Return True if the hooks are attached again.
+
+        Most steps are only counted. The rest is done every 25 steps, when a log may be due, and
+        when the hooks return.
+        """
         self.index += 1
-        self._newest = number
+        self._newest_number = number
         self._untimed.ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
         if self.needs_updates:
             self.optimizer.reset()
@@ -775,9 +779,9 @@ class Session:
             self._comparison.log_is_due(number_read)
 
     def _write_log(self) -> None:
-        """Log the steps up to the step at which a log is due, if not every step is timed.
+        """Log the steps up to the step at which a log is due.
 
-        Call it once the timed steps among them have been read.
+        Call it if not every step is timed, once the timed steps among them have been read.
         """
         number, index = self._newest_steps[0]
         self._analyzer.start_callback()
@@ -790,7 +794,7 @@ class Session:
         Write a log if it is due.
         """
         self.recorder.pending.flush()
-        newest = self._newest
+        newest = self._newest_number
         if not self.times_all and newest is not None:
             self._results.settle(newest, until=self.index)
             if self._log_due_at is not None and newest >= self._log_due_at:
@@ -806,8 +810,8 @@ class Session:
 
     def _log_last_steps(self) -> None:
         """Log the steps since the last log, at the end of the session."""
-        newest = self._newest
-        if newest is None:
+        newest = self._newest_number
+        if newest is None:  # No step has ended, so this only ends the logs.
             self._means.log_means()
             return
         self._results.settle(newest, until=self.index)
@@ -830,7 +834,7 @@ class Session:
         """Compare the ranks over all steps so far. All ranks must call it."""
         if self._comparison.is_on:
             self.flush()
-            self._comparison.compare_all(self._newest)
+            self._comparison.compare_all(self._newest_number)
 
     @property
     def not_updated(self) -> tuple[str, ...]:
