@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import signature
@@ -61,7 +61,8 @@ class Fit(BatchState):
         trainer: The Trainer.
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
-        timer_class: Class of the callbacks that are timers.
+        timer: The timer.
+        idle_hooks: See `FitActions`.
         fail: Function that is called with errors of the methods that run in every batch.
     """
 
@@ -74,13 +75,14 @@ class Fit(BatchState):
         trainer: Any,
         model: Any,
         wall_clock: WallClock,
-        timer_class: type,
+        timer: pl.Callback,
+        idle_hooks: Sequence[str],
         fail: Callable[[Exception], None],
     ) -> None:
         self.trainer, self._model, self._wall_clock, self._fail = trainer, model, wall_clock, fail
         self._session: AnySession = NEVER_ATTACHED
         self.start_update: Callable[[], None] = do_nothing
-        self._actions = FitActions(trainer, model, wall_clock, timer_class, fail)
+        self._actions = FitActions(trainer, model, wall_clock, timer, idle_hooks, fail)
         self._step_number = lightning_.step_counter(trainer)
         self.row = dict[str, float]()
         """Further values of each logged row: the epoch of its steps."""
@@ -265,9 +267,9 @@ class Fit(BatchState):
             return
         self.has_hooks = has_hooks
         if has_hooks:
-            self._actions.attachments.reattach()
+            self._actions.resume()
         else:
-            self._actions.attachments.suspend()
+            self._actions.suspend()
 
     def _decide_step_end(self, batch_idx: int) -> bool:
         """Decide by the updates of this batch whether it ends a step. Return True if it does.
@@ -425,7 +427,12 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # A copy must not refer to a trainer.
         detached = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
         state = {**super().__getstate__(), **detached}
-        return {name: value for name, value in state.items() if name not in _MODEL_METHODS}
+        # Of the hooks, `AbsentHooks` has set some to None.
+        return {
+            name: value
+            for name, value in state.items()
+            if name not in _MODEL_METHODS and not (value is None and name.startswith("on_"))
+        }
 
     def __enter__(self) -> NoReturn:
         plain = "In a plain loop write: with GPUPhaseHooks(model, optimizer) as timer"
@@ -511,7 +518,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.results.clear()
         lightning_.report_missing_names(trainer, pl_module)
         self._start_clock(trainer, None)
-        fit = Fit(trainer, pl_module, self._wall_clock, type(self), self._give_up)
+        # A subclass may use the hook itself.
+        own = type(self).on_train_batch_start is GPUPhaseTimer.on_train_batch_start
+        idle_hooks = ["on_train_batch_start"] if own else []
+        fit = Fit(trainer, pl_module, self._wall_clock, self, idle_hooks, self._give_up)
         session = self._start(
             self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
             fit.loop(type(self)),

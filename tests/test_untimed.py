@@ -2,19 +2,22 @@
 
 import json
 import re
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import MS, Adder, CostlyGPU, FakeGPU, Layer
 from fake_lightning import Loader, Model, fit, timer_of
+from fake_lightning import trainer as trainer_of
 from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
 AUTOGRAD: Any = torch.autograd
 ENGINE = AUTOGRAD._engine_run_backward
@@ -174,6 +177,81 @@ def test_detaching_between_timed_steps_changes_no_result(
     monkeypatch.setattr("lightning_gputime._session.session.has_compiled", lambda: True)
     assert results() == detached
     assert len(detached[0]) > 1
+
+
+HOOKS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+)
+
+
+class HasHooks(GPUPhaseTimer):
+    """A timer of a user, with own hooks."""
+
+    _called = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._called += 1
+        super().on_train_batch_start(*args)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._called += 1
+        super().on_before_backward(*args)
+
+
+class Composite(pl.Callback):
+    """A callback of a user that calls the hooks of others."""
+
+    def __init__(self, child: pl.Callback) -> None:
+        self.child = child
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.child.setup(trainer, pl_module, "fit")
+        self.child.on_train_start(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.child.on_train_end(trainer, pl_module)
+        self.child.teardown(trainer, pl_module, "fit")
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(self.child, name) if name in HOOKS else super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("place", ["callback", "subclass", "composite", "old Lightning"])
+def test_trainer_calls_no_hook_that_does_nothing(
+    gpu: FakeGPU, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[list[str]]()
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            found.append([name for name in HOOKS if getattr(timer, name) is None])
+            assert not any(name in vars(copy(timer)) for name in HOOKS)
+
+    if place == "old Lightning":
+        call = lightning.pytorch.trainer.call._call_callback_hooks
+
+        def calls_all(trainer: Any, hook: str, *args: Any, **options: Any) -> None:
+            assert all(getattr(each, hook) is not None for each in trainer.callbacks)
+            call(trainer, hook, *args, **options)
+
+        monkeypatch.setattr("lightning.pytorch.trainer.call._call_callback_hooks", calls_all)
+    kind = HasHooks if place == "subclass" else GPUPhaseTimer
+    timer: Any = kind(
+        _clock=gpu, print_summary=False, warmup_steps=0, lines=False, every_n_steps=30
+    )
+    first = Composite(timer) if place == "composite" else timer
+    trainer_of(first, Watch(), max_epochs=1).fit(Model(gpu), Loader(gpu, 70))
+    assert len(timer.history()) == len(timed_indices(30, 70))
+    idle = HOOKS[1:5]
+    expected = {
+        "callback": [[*idle], [*HOOKS[:5]]],  # While steps are timed, and while they are not.
+        "subclass": [[name for name in idle if name != "on_before_backward"]],
+    }
+    assert sorted(map(list, {*map(tuple, found)}), key=len) == expected.get(place, [[]])
+    assert not any(name in vars(timer) for name in HOOKS)
+    if place == "subclass":
+        assert timer._called == 2 * 70
 
 
 # Timed steps cost less than 1 %

@@ -1,7 +1,9 @@
 """Internals of Lightning. Imports neither `lightning` nor `pytorch_lightning`: either may run."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ _BROADCAST = Name(
     f"{_LOOP}._broadcast_sigterm_tensor", "the wait for other ranks before each batch", (DATA,)
 )
 _COMPILED_STEP = Name("lightning.pytorch.LightningModule._compiler_ctx", "a compiled training_step")
+_CALL_HOOKS = "_call_callback_hooks"
 _LIVE_METRICS = Name(
     "lightning.pytorch.Trainer.callback_metrics", "phase times in trainer.callback_metrics"
 )
@@ -157,7 +160,26 @@ def defines(owner: object, hook: str) -> bool:
     """Return whether a callback or module overrides a hook."""
     module = getattr(getattr(owner, hook, None), "__module__", None) or ""
     bases = (".callbacks.callback", ".core.hooks", ".core.module")
-    return hasattr(owner, hook) and not module.endswith(bases)
+    return getattr(owner, hook, None) is not None and not module.endswith(bases)
+
+
+def skips_absent_hooks(trainer: Any, callback: Any) -> bool:
+    """Return whether a Trainer skips a hook of this callback that is None.
+
+    Else it takes several us to call a hook that does nothing. False if the Trainer does not call
+    the hooks itself, because the callback is part of another.
+    """
+    if not any(each is callback for each in trainer.callbacks):
+        return False
+    modules = [kind.__module__ for kind in type(trainer).__mro__]
+    found = next((each for each in modules if each in TRAINING), "")
+    call = getattr(sys.modules.get(f"{found.rpartition('.')[0]}.call"), _CALL_HOOKS, None)
+    probe = SimpleNamespace(callbacks=[SimpleNamespace(hook=None)], lightning_module=None)
+    try:
+        call(probe, "hook")  # type: ignore[misc]  # None raises an error, too
+    except Exception:
+        return False
+    return True
 
 
 LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")

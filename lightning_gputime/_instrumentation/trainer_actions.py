@@ -3,7 +3,7 @@
 The Trainer reports each action to its profiler when the action starts.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ _EPOCH_START = "on_train_epoch_start"
 class FitActions:
     """Notification of a fit about the Trainer's actions and loops.
 
-    Callbacks of `timer_class` are not timed. `fail` is called with errors of the functions that run
-    in every batch.
+    Callbacks of the class of `timer` are not timed. `fail` is called with errors of the functions
+    that run in every batch. The timer does not need its `idle_hooks` while no step is timed.
     """
 
     def __init__(
@@ -28,33 +28,41 @@ class FitActions:
         trainer: Any,
         model: Any,
         wall_clock: WallClock,
-        timer_class: type,
+        timer: Any,
+        idle_hooks: Sequence[str],
         fail: Callable[[Exception], None],
     ) -> None:
-        self._trainer, self._model, self._timer_class = trainer, model, timer_class
+        self._trainer, self._model, self._timer = trainer, model, timer
         self._wall_clock = wall_clock
         self._recorder: Recorder  # Set by `listen`.
         # Functions to call when an action starts, by the name of the action.
         self._calls: dict[str, Callable[[], object]] = {}
         self._listener = _ActionListener(trainer.profiler, self._calls, fail)
-        self.attachments = Attachments()
-        """Attachments that are removed while no step is timed."""
+        self._attachments = Attachments()  # Removed while no step is timed.
         self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
         self._loop_entries = lightning_.loop_entries(trainer)
         self.reports_validations = "validation" in self._loop_entries
         """True if the Trainer reports the exact start and end of its validations."""
+        self._idle_hooks = AbsentHooks(timer, idle_hooks)
         self._callback = ""  # Phase name of the callback that was called last inside a step.
 
     def listen(self, fit: Any, recorder: Recorder) -> None:
         """Notify a fit until `remove`. Mark actions that do not need the fit in `recorder`."""
         trainer, self._recorder, wall_clock = self._trainer, recorder, self._wall_clock
         self._calls.update(self._actions(fit))
-        self.attachments.add(self._listener)
+        self._attachments.add(self._listener)
         calls = {
             "validation": Calls(fit.start_validation, fit.end_validation),
             "epoch": Calls(fit.start_epoch, fit.end_epoch),
             "end": Calls(lambda *_, **__: wall_clock.switch_to(TEAR_DOWN)),
         }
+        if lightning_.skips_absent_hooks(trainer, self._timer):
+            unused = [
+                hook for hook in lightning_.IN_STEP if not lightning_.defines(self._timer, hook)
+            ]
+            self._loops.add(AbsentHooks(self._timer, unused))
+        else:
+            self._idle_hooks = AbsentHooks(self._timer, ())
         for name, (owner, method) in self._loop_entries.items():
             self._loops.add(Subscription(owner, method, calls[name]))
         # Lightning broadcasts a flag on every batch. Exclude that wait from the loader's time.
@@ -64,15 +72,25 @@ class FitActions:
                 recorder.mark(WAIT)
                 return False
 
-            self.attachments.add(Subscription(*entry, Calls(start_wait)))
+            self._attachments.add(Subscription(*entry, Calls(start_wait)))
 
     def refresh(self, fit: Any) -> None:
         """Look up the names of actions again, because a callback's `state_key` may have changed."""
         self._calls.update(self._actions(fit))
         self._listener.refresh()
 
+    def suspend(self) -> None:
+        """Stop the notification about actions while no step is timed."""
+        self._attachments.suspend()
+        self._idle_hooks.attach()
+
+    def resume(self) -> None:
+        self._idle_hooks.remove()
+        self._attachments.reattach()
+
     def remove(self) -> None:
-        self.attachments.remove()
+        self._idle_hooks.remove()
+        self._attachments.remove()
         self._loops.remove()
         self._calls.clear()  # They refer to the fit.
 
@@ -89,7 +107,7 @@ class FitActions:
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if module is not None and lightning_.defines(module, hook):
                     yield lightning_.module_action(trainer, module, hook), partial(mark, DATA)
-        others = [other for other in trainer.callbacks if not isinstance(other, self._timer_class)]
+        others = [other for other in trainer.callbacks if not isinstance(other, type(self._timer))]
         # For each hook, the function to call after the callbacks. After all callbacks, the trainer
         # calls the same hook of the model.
         ends: dict[str, Callable[[], object]] = {
@@ -130,6 +148,21 @@ class FitActions:
     def _leave_callback_and_start_update(self, fit: Any) -> None:
         self._leave_callback()
         fit.start_update()
+
+
+class AbsentHooks:
+    """Attachment that makes a Trainer skip hooks of a callback: they are None on the instance."""
+
+    def __init__(self, callback: Any, hooks: Sequence[str]) -> None:
+        self._callback, self._hooks = callback, hooks
+
+    def attach(self) -> None:
+        vars(self._callback).update(dict.fromkeys(self._hooks))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            if vars(self._callback).get(hook, self) is None:
+                del vars(self._callback)[hook]
 
 
 class _ActionListener(Subscription):
