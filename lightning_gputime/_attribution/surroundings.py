@@ -44,9 +44,7 @@ _NEIGHBORS = 51  # Number of steps whose median is the baseline of the step in t
 # Minimum fractions of the time for which a thread may block the loop, or the loop waits for a core.
 _MIN_BLOCKED, _MIN_WAITED = 0.3, 0.2
 _MAX_STEPS = 4000  # Number of newest timed steps that are joined.
-_MIN_EXCESS_SHARE = (
-    0.02  # Excess as a fraction of the time of steps, from which on to sample often.
-)
+_MIN_EXCESS_SHARE = 0.02  # From this excess on, as a fraction of the time, sample often.
 # Minimum probability that a value after a slowdown is larger than one before it, and maximum
 # distance of its own change from the slowdown, as a fraction of the steps.
 _MIN_ORDERED, _MAX_DISTANCE = 0.97, 0.05

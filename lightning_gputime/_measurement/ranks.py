@@ -39,9 +39,7 @@ _MIN_LINE, _MIN_WHOLE = 0.5, 0.85  # Fraction of the excess in a line that is na
 _MIN_OWN = 0.1  # A line of this fraction of the step, alone, makes a rank the straggler.
 _MAX_LINES = 12  # Number of lines that a rank sends.
 _MAX_WINDOWS, _N_NEWEST = 64, 32  # Number of windows of steps, and of steps, that a rank sends.
-_MIN_COST = (
-    0.01  # A rank that is late in a few windows is named if this fraction of the run is lost.
-)
+_MIN_COST = 0.01  # A pattern of a few windows is named if it costs this fraction of the run.
 _MIN_WINDOWS = 8  # Number of windows, or steps, that show how the straggler changes.
 
 # Total time of each phase and of "step" (in milliseconds), and the number of steps in which it ran.
@@ -616,7 +614,7 @@ def _more_content(totals: Mapping[int, RankTotals], late: _LastRank) -> float:
 
 def _more_batch(totals: Mapping[int, RankTotals], late: _LastRank, more_content: float) -> str:
     """Return how much more its batches contain; empty if that explains less than half."""
-    if more_content < max(_MIN_FACTOR - 1, 0.5 * late.total_ms / late.step_ms):
+    if more_content < max(_MIN_FACTOR - 1, 0.5 * late.own_ms / late.step_ms):
         return ""
     unit, amount = totals[late.rank].batch
     both = f"({amount:,.0f} and {amount / (1 + more_content):,.0f} per step)"
