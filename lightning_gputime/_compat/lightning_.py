@@ -36,7 +36,8 @@ _BROADCAST = Name(
     f"{_LOOP}._broadcast_sigterm_tensor", "the wait for other ranks before each batch", (DATA,)
 )
 _COMPILED_STEP = Name("lightning.pytorch.LightningModule._compiler_ctx", "a compiled training_step")
-_CALL_HOOKS = "_call_callback_hooks"
+# Without it, only idle hooks take time.
+_CALL_HOOKS = Name("lightning.pytorch.trainer.call._call_callback_hooks")
 _LIVE_METRICS = Name(
     "lightning.pytorch.Trainer.callback_metrics", "phase times in trainer.callback_metrics"
 )
@@ -173,10 +174,10 @@ def skips_absent_hooks(trainer: Any, callback: Any) -> bool:
         return False
     modules = [kind.__module__ for kind in type(trainer).__mro__]
     found = next((each for each in modules if each in TRAINING), "")
-    call = getattr(sys.modules.get(f"{found.rpartition('.')[0]}.call"), _CALL_HOOKS, None)
+    call = _CALL_HOOKS.of(sys.modules.get(f"{found.rpartition('.')[0]}.call"))
     probe = SimpleNamespace(callbacks=[SimpleNamespace(hook=None)], lightning_module=None)
     try:
-        call(probe, "hook")  # type: ignore[misc]  # None raises an error, too
+        call(probe, "hook")  # None raises an error, too.
     except Exception:
         return False
     return True
