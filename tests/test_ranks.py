@@ -518,6 +518,30 @@ def test_factor_is_named_instead_of_the_longest_of_lines_that_are_all_longer() -
     )
 
 
+@pytest.mark.parametrize(
+    ("waits", "why"),
+    [
+        ((0.4, 0.02), "it waits for a CPU core for 40 % of the time (others 2 %)"),
+        ((0.4, 0.3), "its CPU is shared or slower"),
+        ((0.05, 0.0), "its CPU is shared or slower"),
+        ((None, None), "its CPU is shared or slower"),
+    ],
+)
+def test_rank_that_waits_for_a_core_is_told_so(waits: Any, why: str) -> None:
+    def rank(factor: float, core_wait: float | None, **options: Any) -> RankTotals:
+        lines = [
+            LineTime(f"`{name}` (net.py:1)", name, "", ms, 0.0, factor * ms, 0.1, 0.0, "")
+            for name, ms in (("forward", 9.0), ("loss", 2.0), ("step", 1.0))
+        ]
+        return totals(lines=lines, core_wait=core_wait, **options)
+
+    usual = rank(1.0, waits[1])
+    late = rank(1.6, waits[0], late="forward", late_ms=9.0)
+    assert compared([usual, late, usual]).sentence.endswith(
+        f"1.6 times as long for every line: {why}"
+    )
+
+
 USUAL_BATCH = BatchContent("tokens", 1024.0)
 
 

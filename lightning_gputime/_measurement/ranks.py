@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.sums import Sums, largest_part
-from lightning_gputime._messages import duration, messages
+from lightning_gputime._messages import duration, messages, percent
 from lightning_gputime._phases import (
     BACKWARD,
     BETWEEN_BATCHES,
@@ -34,6 +34,7 @@ _MIN_ERRORS = 4.0  # and by this number of standard errors.
 _HOST_SAMPLE_MS = 1000.0
 _MIN_PHASE = 0.1  # A phase with this fraction of the step shows the speed of a host.
 _MIN_FACTOR = 1.15  # A host or a GPU that needs this multiple for every line is slower.
+_MIN_CORE_WAIT = 0.1  # Fraction of the time that waits for a core must take to be a reason.
 _MIN_HOST_BOUND = 0.8  # The host is busy for this fraction of the step where it sets the pace.
 _MIN_LINE, _MIN_WHOLE = 0.5, 0.85  # Fraction of the excess in a line that is named.
 _MIN_OWN = 0.1  # A line of this fraction of the step, alone, makes a rank the straggler.
@@ -104,9 +105,10 @@ class RankTotals:
         lines: Its longest lines; empty if unknown.
         busy_ms: Time of the host per step without waits for the GPU (in milliseconds); None if
             unknown, and without a GPU.
+        core_wait: Fraction of the time in which the loop waited for a CPU core; None if unknown.
         batch: Content of its batches.
         windows: Its times over the run. None if the details were not sent: these times,
-            `host_shares`, `lines`, `busy_ms` and `batch`.
+            `host_shares`, `lines`, `busy_ms`, `core_wait` and `batch`.
     """
 
     phases: PhaseTotals
@@ -114,6 +116,7 @@ class RankTotals:
     host_shares: Mapping[str, float] = field(default_factory=dict)
     lines: Sequence[LineTime] = ()
     busy_ms: float | None = None
+    core_wait: float | None = None
     batch: BatchContent = _UNKNOWN
     windows: StepWindows | None = None
 
@@ -634,7 +637,7 @@ def _cause(totals: Mapping[int, RankTotals], late: _LastRank, batch: str) -> _Ca
         if batch:
             why = f"it has {batch}"
         elif is_host:
-            why = "its CPU is shared or slower"
+            why = _core_waits(totals, late) or "its CPU is shared or slower"
         else:
             why = "its clocks are lower"
             why += "" if totals[last].batch.unit else ", or its batches larger"
@@ -651,6 +654,15 @@ def _cause(totals: Mapping[int, RankTotals], late: _LastRank, batch: str) -> _Ca
     beyond_ms = line_ms - (line.local_ms - line_ms)
     is_own = beyond_ms >= max(_MIN_OWN * late.step_ms, _MIN_ERRORS * line.error_ms / 2)
     return _Cause(where, line.text, line_ms, is_own=is_own)
+
+
+def _core_waits(totals: Mapping[int, RankTotals], late: _LastRank) -> str:
+    """Return how much longer the last rank waits for a CPU core; empty if it does not."""
+    share = totals[late.rank].core_wait or 0.0
+    usual = statistics.median(totals[rank].core_wait or 0.0 for rank in late.others)
+    if share < _MIN_CORE_WAIT or share < 2 * usual:
+        return ""
+    return f"it waits for a CPU core for {percent(share)} of the time (others {percent(usual)})"
 
 
 def _sentence(last: int, stragglers: Sequence[int], excess_ms: float, where: str) -> str:

@@ -7,6 +7,7 @@ timeout ends the process group. With the store, each rank writes its values and 
 import itertools
 import json
 import math
+import threading
 import time
 import zlib
 from collections import defaultdict, deque
@@ -38,6 +39,7 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._phases import StepRecord
+from lightning_gputime._record.clock import core_times
 
 # Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends the
 # others after 5 s. The timeout must be shorter, so that the next collective can raise an error that
@@ -118,6 +120,9 @@ class RankComparer:
         self._newest: dict[int, RankTotals] = {}  # Newest totals that arrived, by rank.
         # Lines of this rank, and the number of examined steps that they are from.
         self._lines: tuple[int, Sequence[LineTime]] = 0, ()
+        # Of the thread of the loop, which attaches the timer.
+        self._loop_id, self._start_ns = threading.get_native_id(), time.perf_counter_ns()
+        self._core_times = core_times(self._loop_id)
         self.due_step: int | None = None
         """Number of the last step of the comparison that is due; None if none is due."""
 
@@ -202,9 +207,17 @@ class RankComparer:
             host_shares={name: round(shares[name], 3) for name in top if name in shares},
             lines=self._lines[1],
             busy_ms=busy_ms and round(busy_ms, 3),
+            # The host's clock excludes these waits.
+            core_wait=None if results.on_host_clock else self._core_wait(),
             batch=BatchContent(*self._batches.mean_content()),
             windows=self._local.windows,
         )
+
+    def _core_wait(self) -> float | None:
+        now, before = core_times(self._loop_id), self._core_times
+        if now is None or before is None:
+            return None
+        return round((now[1] - before[1]) / (time.perf_counter_ns() - self._start_ns), 3)
 
     def _send(self, totals: Callable[[], RankTotals], last: float = math.inf) -> None:
         """Send the totals of the steps up to the number `last`; by default, of all steps."""
@@ -249,7 +262,7 @@ def encode(totals: RankTotals) -> bytes:
 
 
 def decode(value: bytes) -> RankTotals:
-    phases, deviation_ms, host_shares, lines, busy_ms, batch, windows = json.loads(
+    phases, deviation_ms, host_shares, lines, busy_ms, core_wait, batch, windows = json.loads(
         zlib.decompress(value)
     )
     return RankTotals(
@@ -258,6 +271,7 @@ def decode(value: bytes) -> RankTotals:
         host_shares,
         [LineTime(*line) for line in lines],
         busy_ms,
+        core_wait,
         BatchContent(*batch),
         windows and StepWindows(*windows),
     )
