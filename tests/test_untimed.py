@@ -347,8 +347,10 @@ def test_each_logged_row_has_the_exact_time_of_its_steps(loop: Loop, pauses: boo
     rows = [(step, row) for step, row in logger.calls if row["phase_time/estimated"]]
     assert len(rows) > 90
     for step, row in rows:
-        mean_ms = sum(took_ms[step - 7 : step + 1]) / 8
-        assert row["phase_time/step_ms"] == pytest.approx(mean_ms), step
+        steps_ms = took_ms[step - 7 : step + 1]
+        assert row["phase_time/step_ms"] == pytest.approx(sum(steps_ms) / 8), step
+        if max(steps_ms) >= 100.0:
+            continue  # The phases of a long step that was not timed are unknown.
         phases_ms = [row[key] for key in row if re.search("/(?!step|host_wait)[a-z]+_ms$", key)]
         assert sum(phases_ms) == pytest.approx(row["phase_time/step_ms"])
     # Rows that are not settled at once do not change the summary.

@@ -135,7 +135,7 @@ class _StepLengths:
     def __init__(self) -> None:
         self._untimed = deque[float](maxlen=500)
         self._timed = deque[float](maxlen=50)
-        self._ordinary_ns = 0.0  # Median duration.
+        self.ordinary_ns = 0.0  # Median duration.
         self._added_ns = 0.0  # Time that timing adds to a step.
         self._n_new = math.inf  # Number of steps since the last estimate of the two.
 
@@ -157,14 +157,14 @@ class _StepLengths:
                 # long. The first quartile ignores them.
                 added_ns = sorted(self._timed)[len(self._timed) // 4] - median_ns
             self._added_ns = min(max(added_ns, 0.0), 0.4e6)
-            self._ordinary_ns = max(median_ns, 1.0)
+            self.ordinary_ns = max(median_ns, 1.0)
         without_timing_ns = took_ns
         if timed:  # Do not mistake them for long steps.
             added_ns = self._added_ns
             without_timing_ns = [
                 ns - added_ns if i in timed else ns for i, ns in enumerate(took_ns)
             ]
-        long_ns = _LONG_STEP * self._ordinary_ns
+        long_ns = _LONG_STEP * self.ordinary_ns
         # The durations in a stratum of long steps differ by up to a factor of 2.
         return [
             0 if ns < long_ns else min(int(math.log(ns / long_ns, 2.0)) + 1, _STRATA - 1)
@@ -372,9 +372,9 @@ class UntimedSteps:
         """Log the steps since the last log, before the index `until`, without settling them.
 
         Settling takes longer than all else in a log. Return sums over the steps, divided into
-        phases like the newest block of ordinary steps. None, and no log, if they must be settled:
-        then call `settle` and `log_settled`. All timed steps before `until` must have been read,
-        and none of them may be after the last log.
+        phases like the newest block of ordinary steps. None, and no log, if they must be settled,
+        for example because one of them is long: then call `settle` and `log_settled`. All timed
+        steps before `until` must have been read, and none of them may be after the last log.
         """
         start, block = self._logged_until - self._n_settled, self._strata[0].last
         end = until - self._n_settled
@@ -382,10 +382,13 @@ class UntimedSteps:
             return None
         if not 0 <= start < end <= min(len(self.ends_ns), _MAX_UNSETTLED):
             return None
+        ends_ns = self.ends_ns[start:end]
         start_ns = self.ends_ns[start - 1] if start else self._settled_ns
+        longest_ns = max(map(sub, ends_ns, [start_ns, *ends_ns[:-1]]))
+        if longest_ns >= _LONG_STEP * self._step_lengths.ordinary_ns:
+            return None
         self._logged_until = until
-        gap = _Gap(end - start, (self.ends_ns[end - 1] - start_ns) / 1e6)
-        return gap.divided_like(block)
+        return _Gap(end - start, (ends_ns[-1] - start_ns) / 1e6).divided_like(block)
 
     def log_settled(self) -> None:
         """Note that a log includes all settled steps."""
