@@ -479,9 +479,13 @@ def test_line_of_one_rank_names_the_straggler_where_its_total_is_uncertain() -> 
     late = rank(("augment", 3.0, 0.1), ("model", 10.0, 0.1), late_ms=3.0)
     ranks = compared([usual, usual, late])
     assert (ranks.straggler, ranks.line) == (2, "`augment` (net.py:1)")
-    # A line that all ranks have, or whose time is uncertain, may be longer by chance.
-    for line in (("model", 13.0, 0.1), ("augment", 3.0, 1.6)):
-        ranks = compared([usual, usual, rank(line, ("rest", 1.0, 0.1), late_ms=3.0)])
+    # A line that all ranks have, that is short, or that is uncertain, may be longer by chance.
+    for line, late_ms in (
+        (("model", 13.0, 0.1), 3.0),
+        (("augment", 1.4, 0.1), 1.4),
+        (("augment", 3.0, 1.6), 3.0),
+    ):
+        ranks = compared([usual, usual, rank(line, ("rest", 1.0, 0.1), late_ms=late_ms)])
         assert (ranks.straggler, ranks.suspect) == (None, 2)
 
 
@@ -676,10 +680,12 @@ def late_in(windows: Iterable[int], ms: float = 8.0) -> list[float]:
         ),
         # Half of the windows, always by the same rank: none of the three.
         ([USUAL, late_in(range(0, 20, 2)), USUAL], "", None),
+        # It costs 0.1 ms of 15 per step.
+        ([USUAL, late_in([8], 2.0), USUAL], "", None),
     ],
     ids=[
         *("balanced", "transient", "several times", "rotating", "in turn", "nearly transient"),
-        *("unclear", "often"),
+        *("unclear", "often", "cheap"),
     ],
 )
 def test_pattern_of_the_straggler_over_the_run(
@@ -688,6 +694,12 @@ def test_pattern_of_the_straggler_over_the_run(
     ranks = compared(with_windows(*by_rank))
     assert (ranks.straggler, ranks.pattern) == (None, pattern)
     assert ranks.notes == (() if note is None else (note,))
+
+
+@pytest.mark.parametrize(("busy_ms", "pattern"), [(11.0, "rotating"), (13.0, "")])
+def test_no_rank_is_last_in_turn_if_hosts_hide_their_work(busy_ms: float, pattern: str) -> None:
+    ranks = with_windows(*(late_in(range(rank, 20, 4)) for rank in range(4)))
+    assert compared(replace(rank, busy_ms=busy_ms) for rank in ranks).pattern == pattern
 
 
 def test_straggler_that_changes_in_each_step_shows_in_the_newest_steps() -> None:
