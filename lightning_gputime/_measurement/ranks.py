@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +71,10 @@ class LineTime(NamedTuple):
     @property
     def longest_ms(self) -> float:
         return max(self.local_ms, self.busy_ms) + self.wait_ms
+
+
+_TimeOf = Callable[[LineTime], float]
+_gpu_ms: _TimeOf = attrgetter("gpu_ms")
 
 
 class BatchContent(NamedTuple):
@@ -686,7 +691,7 @@ def _longest_line(
     own = totals[last].lines
     texts = {line.text for line in own}
 
-    def usual_ms(rank: int, line: LineTime, time_ms: Callable[[LineTime], float]) -> float:
+    def usual_ms(rank: int, line: LineTime, time_ms: _TimeOf) -> float:
         """Return the time of a line on another rank, whose rows may be divided in another way."""
         lines = totals[rank].lines
         same = [other for other in lines if other.text == line.text]
@@ -698,18 +703,19 @@ def _longest_line(
         # Its time may be part of the line that calls it.
         caller_ms = sum(time_ms(other) for other in lines if other.function == line.caller)
         caller_ms -= sum(time_ms(other) for other in own if other.function == line.caller)
-        # If not all lines were sent, it is at most as long as the shortest of them.
-        shortest_ms = lines[-1].longest_ms if len(lines) == _MAX_LINES else 0.0
-        return max(caller_ms, shortest_ms, 0.0)
+        # If not all lines were sent, it is at most as long as the shortest. Count that once,
+        # as time of the host.
+        is_all = len(lines) < _MAX_LINES or time_ms is _gpu_ms
+        return max(caller_ms, 0.0 if is_all else lines[-1].longest_ms, 0.0)
 
-    def excess_ms(line: LineTime, time_ms: Callable[[LineTime], float]) -> float:
+    def excess_ms(line: LineTime, time_ms: _TimeOf) -> float:
         return time_ms(line) - statistics.median(usual_ms(rank, line, time_ms) for rank in others)
 
     longest, longest_ms = None, 0.0
     for line in own:
-        more_busy_ms = max(excess_ms(line, lambda line: line.busy_ms), 0.0)
-        host_ms = min(excess_ms(line, lambda line: line.host_ms), more_busy_ms)
-        ms = min(host_ms + excess_ms(line, lambda line: line.gpu_ms), line.local_ms)
+        more_busy_ms = max(excess_ms(line, attrgetter("busy_ms")), 0.0)
+        host_ms = min(excess_ms(line, attrgetter("host_ms")), more_busy_ms)
+        ms = min(host_ms + excess_ms(line, _gpu_ms), line.local_ms)
         if ms > max(longest_ms, line.error_ms):
             longest, longest_ms = line, ms
     return longest, longest_ms
