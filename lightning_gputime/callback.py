@@ -427,7 +427,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # A copy must not refer to a trainer.
         detached = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
         state = {**super().__getstate__(), **detached}
-        # Of the hooks, `AbsentHooks` has set some to None.
+        # `AbsentHooks` may have set hooks to None.
         return {
             name: value
             for name, value in state.items()

@@ -396,6 +396,14 @@ def test_process_on_the_gpu_is_found_with_nvml(monkeypatch: pytest.MonkeyPatch) 
     assert log.missing == ["other processes"]
 
 
+def test_mean_growth_of_a_value_is_that_of_its_readings() -> None:
+    busy = Busy()
+    busy.readings = [(0, {}), (10**9, {"thread": 1.0}), (3 * 10**9, {"thread": 1.5})]
+    log = MachineLog(time.perf_counter_ns, {"threads": lambda: busy})
+    assert log.mean("thread") == 0.25
+    assert log.mean("process") is None
+
+
 def test_sampling_thread_stops_with_its_log() -> None:
     busy = Busy()
     log = MachineLog(time.perf_counter_ns, {"threads": lambda: busy})

@@ -157,7 +157,7 @@ class Processes(MachineSource):
             with suppress(OSError, ValueError, IndexError):
                 name, parent, core, seconds = self._stat(pid)
                 used_s[pid] = seconds
-                # Of another process that has become busy, only the time since then counts.
+                # Count other processes only since the read at which they have become busy.
                 grown_s = seconds - self._used_s.get(pid, 0.0 if pid in new else seconds)
                 is_child = parent == self._pid
                 if grown_s > 0.0 and (is_child or core in self._cores):
@@ -337,6 +337,15 @@ class MachineLog:
     def stop(self) -> None:
         """End the thread. Safe to call twice."""
         self._wake.set()
+
+    def mean(self, name: str) -> float | None:
+        """Return how much a value has grown per second of all readings; None if unknown."""
+        for source in self._sources:
+            known = [reading for reading in source.readings[:] if name in reading[1]]
+            if len(known) >= 2:
+                (start_ns, first), (end_ns, last) = known[0], known[-1]
+                return round((last[name] - first[name]) / max((end_ns - start_ns) / 1e9, 1e-9), 3)
+        return None
 
     def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
         """Return what grew during some of the steps with these host times.

@@ -93,7 +93,7 @@ def attribute(
             significant.append((index, p))
         if not significant:
             break
-        # Of several with similar shares, take the first in the list, the most specific.
+        # If several have similar shares, the first in the list is the most specific.
         most = max(splits[index].share for index, _ in significant)
         index, p = min((i, p) for i, p in significant if splits[i].share >= _MIN_SPECIFIC * most)
         split, candidate = splits[index], remaining.pop(index)

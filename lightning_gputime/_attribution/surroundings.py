@@ -132,6 +132,14 @@ class Surroundings:
         if self._machine is not None:
             self._machine.stop()
 
+    @property
+    def core_wait(self) -> float | None:
+        """Fraction of the time in which the loop waited for a CPU core.
+
+        None if unknown, and on the host's clock, which excludes these waits.
+        """
+        return self._machine.mean(WAITED) if self._machine and self._runs_ahead else None
+
     def explain(self, m: Measurement) -> Measurement:
         """Return a measurement with the causes outside of the loop. Any thread may call it."""
         slowdown = m.slowdown

@@ -129,7 +129,7 @@ class PlainLoops:
             return
         if attached:  # A Trainer's timer, which was added to the script.
             self._trainer_timer = ref(attached[0])
-        elif not self._starts_to_time(optimizer):
+        elif not self._try_to_time(optimizer):
             return
         self._untimeable.discard(optimizer)
 
@@ -144,8 +144,8 @@ class PlainLoops:
         self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
         self._loop = None
 
-    def _starts_to_time(self, optimizer: Optimizer) -> bool:
-        """Time the loop in which an optimizer updates its models. If not possible, warn why."""
+    def _try_to_time(self, optimizer: Optimizer) -> bool:
+        """Time the loop in which an optimizer updates its models; return False and warn if not."""
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._compat import lightning_, transformers_
         from lightning_gputime._compat.python_ import running_module

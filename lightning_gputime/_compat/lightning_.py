@@ -36,7 +36,7 @@ _BROADCAST = Name(
     f"{_LOOP}._broadcast_sigterm_tensor", "the wait for other ranks before each batch", (DATA,)
 )
 _COMPILED_STEP = Name("lightning.pytorch.LightningModule._compiler_ctx", "a compiled training_step")
-# Without it, only idle hooks take time.
+# Without this name, hooks that do nothing are called.
 _CALL_HOOKS = Name("lightning.pytorch.trainer.call._call_callback_hooks")
 _LIVE_METRICS = Name(
     "lightning.pytorch.Trainer.callback_metrics", "phase times in trainer.callback_metrics"

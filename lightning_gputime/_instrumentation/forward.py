@@ -641,7 +641,8 @@ class EvaluationSearch:
             not n_inner or self._is_inference or self._is_exception(n_inner, inner_spans, step)
         )
         self._exclude_marks([*inner_spans, *final_spans] if excludes_inner else final_spans)
-        self._exclude_untimed(None if excludes_inner else [end] if has_final else [])
+        final_positions = [end] if has_final else []
+        self._exclude_untimed(None if excludes_inner else final_positions)
         self._remember_inner_calls(n_inner, step)
         self.reset()
 

@@ -43,7 +43,11 @@ class FitActions:
         self._loop_entries = lightning_.loop_entries(trainer)
         self.reports_validations = "validation" in self._loop_entries
         """True if the Trainer reports the exact start and end of its validations."""
-        self._idle_hooks = AbsentHooks(timer, idle_hooks)
+        # Both are empty if this Trainer would call a hook that is None.
+        skips = lightning_.skips_absent_hooks(trainer, timer)
+        unused = [hook for hook in lightning_.IN_STEP if not lightning_.defines(timer, hook)]
+        self._unused_hooks = AbsentHooks(timer, unused if skips else ())
+        self._idle_hooks = AbsentHooks(timer, idle_hooks if skips else ())
         self._callback = ""  # Phase name of the callback that was called last inside a step.
 
     def listen(self, fit: Any, recorder: Recorder) -> None:
@@ -56,13 +60,7 @@ class FitActions:
             "epoch": Calls(fit.start_epoch, fit.end_epoch),
             "end": Calls(lambda *_, **__: wall_clock.switch_to(TEAR_DOWN)),
         }
-        if lightning_.skips_absent_hooks(trainer, self._timer):
-            unused = [
-                hook for hook in lightning_.IN_STEP if not lightning_.defines(self._timer, hook)
-            ]
-            self._loops.add(AbsentHooks(self._timer, unused))
-        else:
-            self._idle_hooks = AbsentHooks(self._timer, ())
+        self._loops.add(self._unused_hooks)
         for name, (owner, method) in self._loop_entries.items():
             self._loops.add(Subscription(owner, method, calls[name]))
         # Lightning broadcasts a flag on every batch. Exclude that wait from the loader's time.

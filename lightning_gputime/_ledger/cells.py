@@ -1,7 +1,7 @@
 """Cells: the time of an examined step by line, phase and pace."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -182,10 +182,11 @@ def _intervals(step: StepRecord) -> Iterator[_Interval]:
             )
 
 
-def _with_lags(
-    intervals: Sequence[_Interval], step: StepRecord
-) -> list[tuple[_Interval, tuple[float, float]]]:
-    """Return the intervals of a step on a device, with the device's lag at the start and end."""
+_Paced = tuple[_Interval, tuple[float, float]]
+"""An interval, and the device's lag at its start and end (in milliseconds)."""
+
+
+def _with_lags(intervals: Sequence[_Interval], step: StepRecord) -> list[_Paced]:
     device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
     host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
     reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
@@ -193,9 +194,7 @@ def _with_lags(
     return [*zip(intervals, pairwise(lags), strict=True)]
 
 
-def _busy_ms(
-    paced: Iterable[tuple[_Interval, tuple[float, float]]], waits: Sequence[Span]
-) -> dict[Line, float]:
+def _busy_ms(paced: Sequence[_Paced], waits: Sequence[Span]) -> dict[Line, float]:
     """Return the host time of each line without waits for the device, by the timer or the line."""
     busy_ms: dict[Line, float] = defaultdict(float)
     for interval, (lag_before, lag_after) in paced:
@@ -210,9 +209,7 @@ def _busy_ms(
     return busy_ms
 
 
-def _paced_cells(
-    paced: Sequence[tuple[_Interval, tuple[float, float]]],
-) -> dict[Cell, float]:
+def _paced_cells(paced: Sequence[_Paced]) -> dict[Cell, float]:
     """Return the cells of a step on a device."""
     drained: Line | None = None  # Line that has waited until the device had no work left.
     left_ms = 0.0  # Work that was queued before this wait, less the idle time it has explained.

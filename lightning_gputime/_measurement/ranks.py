@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,8 +72,13 @@ class LineTime(NamedTuple):
         return max(self.local_ms, self.busy_ms) + self.wait_ms
 
 
-_TimeOf = Callable[[LineTime], float]
-_gpu_ms: _TimeOf = attrgetter("gpu_ms")
+def _sums_of(lines: Sequence[LineTime]) -> list[float]:
+    """Return the sums of `host_ms`, `gpu_ms` and `busy_ms`."""
+    return [
+        sum([line.host_ms for line in lines], 0.0),
+        sum([line.gpu_ms for line in lines], 0.0),
+        sum([line.busy_ms for line in lines], 0.0),
+    ]
 
 
 class BatchContent(NamedTuple):
@@ -595,8 +599,7 @@ def _certainty(
     usual_host_ms = sum(usual_ms for _, usual_ms in host_ms.values())
     drift_ms = min(drift * usual_host_ms, max(late.own_ms, 0.0))
     if late.hidden_ms:
-        # What is left is a difference between hosts in the few examined steps, so all of it may be
-        # drift.
+        # The rest is measured in the few examined steps only, so all of it may be drift.
         drift_ms = max(late.own_ms, 0.0)
     samples = totals[late.rank].phases[STEP][0] / _HOST_SAMPLE_MS
     both_errors_ms = math.hypot(error_ms, drift_ms / math.sqrt(max(samples, 1.0)))
@@ -691,31 +694,28 @@ def _longest_line(
     own = totals[last].lines
     texts = {line.text for line in own}
 
-    def usual_ms(rank: int, line: LineTime, time_ms: _TimeOf) -> float:
-        """Return the time of a line on another rank, whose rows may be divided in another way."""
+    def usual_ms(rank: int, line: LineTime) -> list[float]:
+        """Return the times of a line on another rank, whose rows may be divided in another way."""
         lines = totals[rank].lines
         same = [other for other in lines if other.text == line.text]
         if not same:
             named = [other for other in lines if other.function == line.function]
             same = [other for other in named if other.text not in texts]
         if same:
-            return sum(map(time_ms, same))
+            return _sums_of(same)
         # Its time may be part of the line that calls it.
-        caller_ms = sum(time_ms(other) for other in lines if other.function == line.caller)
-        caller_ms -= sum(time_ms(other) for other in own if other.function == line.caller)
-        # If not all lines were sent, it is at most as long as the shortest. Count that once,
-        # as time of the host.
-        is_all = len(lines) < _MAX_LINES or time_ms is _gpu_ms
-        return max(caller_ms, 0.0 if is_all else lines[-1].longest_ms, 0.0)
-
-    def excess_ms(line: LineTime, time_ms: _TimeOf) -> float:
-        return time_ms(line) - statistics.median(usual_ms(rank, line, time_ms) for rank in others)
+        callers = _sums_of([other for other in lines if other.function == line.caller])
+        of_own = _sums_of([other for other in own if other.function == line.caller])
+        # If not all lines were sent, it is at most as long as the shortest of them.
+        shortest_ms = lines[-1].longest_ms if len(lines) == _MAX_LINES else 0.0
+        host_ms, gpu_ms, busy_ms = map(float.__sub__, callers, of_own)
+        return [max(host_ms, shortest_ms), max(gpu_ms, 0.0), max(busy_ms, shortest_ms)]
 
     longest, longest_ms = None, 0.0
     for line in own:
-        more_busy_ms = max(excess_ms(line, attrgetter("busy_ms")), 0.0)
-        host_ms = min(excess_ms(line, attrgetter("host_ms")), more_busy_ms)
-        ms = min(host_ms + excess_ms(line, _gpu_ms), line.local_ms)
+        usual = map(statistics.median, zip(*(usual_ms(rank, line) for rank in others), strict=True))
+        host_ms, gpu_ms, busy_ms = map(float.__sub__, _sums_of([line]), usual)
+        ms = min(min(host_ms, max(busy_ms, 0.0)) + gpu_ms, line.local_ms)
         if ms > max(longest_ms, line.error_ms):
             longest, longest_ms = line, ms
     return longest, longest_ms

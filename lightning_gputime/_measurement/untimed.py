@@ -135,7 +135,7 @@ class _StepLengths:
     def __init__(self) -> None:
         self._untimed = deque[float](maxlen=500)
         self._timed = deque[float](maxlen=50)
-        self.ordinary_ns = 0.0  # Median duration.
+        self.long_ns = 0.0  # Steps of this duration or more are long.
         self._added_ns = 0.0  # Time that timing adds to a step.
         self._n_new = math.inf  # Number of steps since the last estimate of the two.
 
@@ -157,14 +157,14 @@ class _StepLengths:
                 # long. The first quartile ignores them.
                 added_ns = sorted(self._timed)[len(self._timed) // 4] - median_ns
             self._added_ns = min(max(added_ns, 0.0), 0.4e6)
-            self.ordinary_ns = max(median_ns, 1.0)
+            self.long_ns = _LONG_STEP * max(median_ns, 1.0)
         without_timing_ns = took_ns
         if timed:  # Do not mistake them for long steps.
             added_ns = self._added_ns
             without_timing_ns = [
                 ns - added_ns if i in timed else ns for i, ns in enumerate(took_ns)
             ]
-        long_ns = _LONG_STEP * self.ordinary_ns
+        long_ns = self.long_ns
         # The durations in a stratum of long steps differ by up to a factor of 2.
         return [
             0 if ns < long_ns else min(int(math.log(ns / long_ns, 2.0)) + 1, _STRATA - 1)
@@ -384,8 +384,7 @@ class UntimedSteps:
             return None
         ends_ns = self.ends_ns[start:end]
         start_ns = self.ends_ns[start - 1] if start else self._settled_ns
-        longest_ns = max(map(sub, ends_ns, [start_ns, *ends_ns[:-1]]))
-        if longest_ns >= _LONG_STEP * self._step_lengths.ordinary_ns:
+        if max(map(sub, ends_ns, [start_ns, *ends_ns[:-1]])) >= self._step_lengths.long_ns:
             return None
         self._logged_until = until
         return _Gap(end - start, (ends_ns[-1] - start_ns) / 1e6).divided_like(block)

@@ -7,7 +7,6 @@ timeout ends the process group. With the store, each rank writes its values and 
 import itertools
 import json
 import math
-import threading
 import time
 import zlib
 from collections import defaultdict, deque
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch.distributed
 
-from lightning_gputime._attribution.batch import BatchLog
+from lightning_gputime._attribution.surroundings import Surroundings
 from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._instrumentation.loop import is_distributed
 from lightning_gputime._measurement.observers import ReadSteps
@@ -39,7 +38,6 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._record.clock import core_times
 
 # Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends the
 # others after 5 s. The timeout must be shorter, so that the next collective can raise an error that
@@ -107,9 +105,9 @@ class RankComparer:
     """
 
     def __init__(
-        self, results: Results, means: MeanLog, options: Options, batches: BatchLog
+        self, results: Results, means: MeanLog, options: Options, surroundings: Surroundings
     ) -> None:
-        self._results, self._means, self._batches = results, means, batches
+        self._results, self._means, self._surroundings = results, means, surroundings
         self._exchange = open_exchange() if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         self._is_logged = "ranks" in options.logged_groups
@@ -120,9 +118,6 @@ class RankComparer:
         self._newest: dict[int, RankTotals] = {}  # Newest totals that arrived, by rank.
         # Lines of this rank, and the number of examined steps that they are from.
         self._lines: tuple[int, Sequence[LineTime]] = 0, ()
-        # Of the thread of the loop, which attaches the timer.
-        self._loop_id, self._start_ns = threading.get_native_id(), time.perf_counter_ns()
-        self._core_times = core_times(self._loop_id)
         self.due_step: int | None = None
         """Number of the last step of the comparison that is due; None if none is due."""
 
@@ -207,17 +202,10 @@ class RankComparer:
             host_shares={name: round(shares[name], 3) for name in top if name in shares},
             lines=self._lines[1],
             busy_ms=busy_ms and round(busy_ms, 3),
-            # The host's clock excludes these waits.
-            core_wait=None if results.on_host_clock else self._core_wait(),
-            batch=BatchContent(*self._batches.mean_content()),
+            core_wait=self._surroundings.core_wait,
+            batch=BatchContent(*self._surroundings.batches.mean_content()),
             windows=self._local.windows,
         )
-
-    def _core_wait(self) -> float | None:
-        now, before = core_times(self._loop_id), self._core_times
-        if now is None or before is None:
-            return None
-        return round((now[1] - before[1]) / (time.perf_counter_ns() - self._start_ns), 3)
 
     def _send(self, totals: Callable[[], RankTotals], last: float = math.inf) -> None:
         """Send the totals of the steps up to the number `last`; by default, of all steps."""

@@ -133,7 +133,7 @@ class Session:
         self._analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         self._surroundings = Surroundings(clock, self._wall_clock, results.slow, results.untimed)
         self._batches = self._surroundings.batches
-        self._comparison = RankComparer(results, means, options, self._batches)
+        self._comparison = RankComparer(results, means, options, self._surroundings)
         self._on_step = step_calls(options.observers)
         self._on_slow_step = methods(options.observers, "on_slow_step")
 
@@ -257,7 +257,7 @@ class Session:
         self._newest_steps = deque[tuple[int, int]](maxlen=options._lag + 1)
         # Number of the step from which `_schedule_log` must be called; None before the first step
         # has ended.
-        self._log_due_at: float | None = None  # None until the first step has ended.
+        self._log_due_at: float | None = None
 
     # Attach
 
