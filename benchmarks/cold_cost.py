@@ -1,13 +1,15 @@
 """Measure the time that timing adds to a host-bound step.
 
 An empty loop would keep the timer's code in the processor's cache and hide most of its cost, so
-this loop trains a small net of many short kernels. In a plain loop, each way of timing is on for 27
-steps, then off for 27, and so on. The "least timer" records the same marks in the fewest lines.
-Blocks of the default alternate with blocks of the same training without a timer. `--defaults`
-measures only the default, for several lengths of a step and of a log.
+this loop trains a small net of many short kernels. Each way of timing is on for 27 steps, then off
+for 27, and so on. The "least timer" records the same marks in the fewest lines.
+
+By default, most steps are only counted. They are measured in such turns. What the other steps add,
+which are timed, examined, read or logged, is measured against the steps around them. The
+default adds the sum of both to the mean step. `--defaults` measures only this, for several numbers
+of layers and of steps between logs.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
-    python benchmarks/cold_cost.py --layers 1 --rounds 0
     python benchmarks/cold_cost.py --defaults 2,16 2,64 8,16 8,64 40,16
 """
 
@@ -17,12 +19,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack
 from itertools import islice, pairwise, repeat
 from threading import get_ident
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from models import Repeat, bare_trainer, be_quiet
@@ -40,22 +42,17 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 # Steps for which a way of timing is on, then off: two more than the timer reads at a time. With
 # fewer steps, it would read all steps of a block while it is off.
 BLOCK = 27
-RUN = 10 * BLOCK  # Steps with "auto" in a row, before as many without a timer.
-CHUNK = 2 * RUN  # Steps with "auto" to compare with the same number without a timer.
+AFTER = 3  # Steps after a timed step that find cold caches.
+WARMUP = 600  # Steps in which the cost of timing and the first lines are measured.
 TOGETHER = 20  # Consecutive cycles of the same way.
-LEAST, TIMED, DEFAULT = "least timer", "every step timed", "default"
-EMPTY, UNTIMED = "empty callback", "no step timed"
-# Net and chunks of steps for each (layers, steps per log) of `--defaults`.
-CHUNKS_OF = {2: 16, 8: 10, 40: 3}
-# Ways that take turns of `RUN` steps with a training without a timer, and options of the timer.
-IN_RUNS: dict[str, dict[str, Any]] = {
-    UNTIMED: {"every_n_steps": 10**9, "lines": False},
-    DEFAULT: {},
-}
+LEAST, TIMED, EMPTY = "least timer", "every step timed", "empty callback"
+UNTIMED, SPECIAL, DEFAULT = "no step timed", "timed steps of the default", "default"
+NEVER: dict[str, Any] = {"every_n_steps": 10**9, "lines": False}
 
 T = TypeVar("T")
 Added = Generator[float, None, None]
 """Microseconds that a way adds to a step, one value per cycle of steps without and with it."""
+Step = Callable[[], object]
 
 
 class Alternating(Schedule):
@@ -175,7 +172,7 @@ class Least:
                 self.free += [mark for _, mark in step[:-1]]
 
 
-def us_per_step(step: Callable[[], object], n: int = BLOCK) -> float:
+def us_per_step(step: Step, n: int = BLOCK) -> float:
     """Return the microseconds per step of one block."""
     start = time.perf_counter()
     for _ in range(n):
@@ -191,11 +188,6 @@ def added_by_least(training: Training) -> Added:
         us = us_per_step(way.step)
         way.remove()
         yield us - without_us
-
-
-def examine_no_pauses(timer: Any) -> None:
-    """Do not time lines in pauses, which would slow down the training without a timer there."""
-    timer._outside_lines.stop()
 
 
 def added_by_timed(training: Training) -> Added:
@@ -221,48 +213,111 @@ def added_by_timed(training: Training) -> Added:
             yield us_per_step(step) - without_us
 
 
-def added_in_runs(training: Training, layers: int, chunks: int, **options: Any) -> Iterator[float]:
-    """Yield the mean of a chunk of steps minus that of the same training without a timer."""
-    bare = Training(layers)
-    with GPUPhaseHooks(training.net, training.optimizer, **options) as timer:
-        examine_no_pauses(timer)
-        batches = iter(timer.steps(repeat(training.x)))
+class StepTimes:
+    """Times of the steps of one run (in microseconds), and which of them did more than count."""
+
+    def __init__(self, timer: Any) -> None:
+        self._timer = timer
+        self._us = list[float]()
+        self._is_special = list[bool]()
+        self._mode = OFF
+
+    def add(self, us: float) -> None:
+        """Add the step that has just ended."""
+        session = self._timer._session
+        mode_before, self._mode = self._mode, session.mode
+        has_checked = session._checked_at == session.index  # It may have read or logged, too.
+        self._us.append(us)
+        self._is_special.append(mode_before is not OFF or session.mode is not OFF or has_checked)
+
+    def added_us(self, parts: int = 8) -> list[float]:
+        """Return what the special steps add to the mean step, for each part of the run.
+
+        A special step and the `AFTER` steps after it are compared with the median of the steps
+        around them that only count. The mean of these is above their median, too, which is
+        subtracted.
+        """
+        us = np.array(self._us)
+        is_special = np.array(self._is_special)
+        for _ in range(AFTER):
+            is_special[1:] |= is_special[:-1]
+        counting = np.flatnonzero(~is_special)
+        excess_us = np.empty_like(us)
+        for step in range(len(us)):
+            next_ = int(np.searchsorted(counting, step))
+            around = counting[max(next_ - 10, 0) : next_ + 10]
+            excess_us[step] = us[step] - np.median(us[around])
+        found = []
+        for steps in np.array_split(np.arange(len(us)), parts):
+            special = is_special[steps]
+            # Interrupts of the system hit few steps, so leave out the largest of each kind.
+            usual_us, special_us = excess_us[steps][~special], excess_us[steps][special]
+            usual_us = usual_us[usual_us <= np.quantile(usual_us, 0.99)]
+            if len(special_us):
+                found.append(float((special_us - usual_us.mean()).sum() / len(steps)))
+        return found
+
+
+def in_turns(step: Step, bare: Step, rounds: int) -> list[float]:
+    """Return what `step` adds to `bare` in each round of a few steps without and with it."""
+    found = []
+    for _ in range(rounds):
+        bare()
+        without_us = us_per_step(bare)
+        step()
+        found.append(us_per_step(step) - without_us)
+    return found
+
+
+def timed_steps(training: Training, **options: Any) -> tuple[Any, Step]:
+    """Return a timer, and a function that runs a step of the training with it."""
+    timer = GPUPhaseHooks(training.net, training.optimizer, **options)
+    timer.attach()
+    batches = iter(timer.steps(repeat(training.x)))
+    next(batches)
+
+    def step() -> None:
+        training.step()
         next(batches)
 
-        def step() -> None:
-            training.step()
-            next(batches)
+    return timer, step
 
-        for _ in range(2 * CHUNK):  # "auto" measures the cost of timing.
-            step()
-        for _ in range(chunks):
-            added_us = 0.0
-            for _ in range(CHUNK // RUN):
-                with timer.paused():
-                    added_us -= us_per_step(bare.step, RUN)
-                added_us += us_per_step(step, RUN)
-            yield added_us / (CHUNK // RUN)
-        print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
+
+def defaults_in_plain_loop(layers: int, seconds: float, **options: Any) -> dict[str, list[float]]:
+    """Return the bare step, and what each kind of step adds with default options."""
+    training = Training(layers)
+    timer, step = timed_steps(training, **NEVER)
+    us_per_step(step, 4 * BLOCK)
+    found = {"step": [us_per_step(training.step) for _ in range(8)]}
+    steps = int(seconds * 1e6 / statistics.mean(found["step"]))
+    found[UNTIMED] = in_turns(step, training.step, steps // (2 * BLOCK + 2))
+    timer.remove()
+    timer, step = timed_steps(training, **options)
+    us_per_step(step, WARMUP)
+    times = StepTimes(timer)
+    for _ in range(steps):
+        times.add(us_per_step(step, 1))
+    found[SPECIAL] = times.added_us()
+    print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
+    timer.remove()
+    return found
 
 
 def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
-    """Return the microseconds that each way adds to a step in each cycle, and the bare step."""
+    """Return what each way adds to a step in each cycle."""
     training = Training(layers)
     ways = {LEAST: added_by_least, TIMED: added_by_timed}
-    found: dict[str, list[float]] = {"step": [], LEAST: [], TIMED: []}
+    found: dict[str, list[float]] = {LEAST: [], TIMED: []}
     for _ in range(8):
         us_per_step(training.step)
     # The speed of the host drifts, so alternate the ways after a few cycles.
     for _ in range(math.ceil(cycles / TOGETHER)):
-        found["step"].append(us_per_step(training.step))
         for name in random.sample([*ways], len(ways)):
             added = ways[name](training)
             for _ in range(4):  # Skip the first steps of a timer.
                 next(added)
             found[name] += islice(added, TOGETHER)
             added.close()
-    for name, options in IN_RUNS.items():
-        found[name] = [*added_in_runs(training, layers, cycles // 4, **options)]
     return found
 
 
@@ -304,49 +359,48 @@ class EmptyCallback(pl.Callback):
 
 
 class Turns(Stopwatch):
-    """Removes a callback from its trainer for `RUN` steps, adds it for `RUN` steps, and so on.
-
-    A timer is removed only while it has no hooks, and is paused meanwhile.
-    """
+    """Removes a callback, which has no hooks, from its trainer for `BLOCK` steps in turns."""
 
     def __init__(self, callback: pl.Callback) -> None:
         super().__init__()
-        self._callback, self._pause = callback, ExitStack()
-        self._left, self._is_on = 2 * CHUNK, True  # "auto" measures the cost of timing first.
-        self.added_us: list[float] = []
-        self.bare_us: list[float] = []
-        self._without_us = 0.0
+        self._callback = callback
+        self._left, self._is_on = 4 * BLOCK, True
+        self.blocks_us: list[float] = []
+
+    @property
+    def added_us(self) -> list[float]:
+        """What the callback adds: each block with it minus the mean of its neighbors."""
+        off, on = self.blocks_us[::2], self.blocks_us[1::2]
+        return [us - (a + b) / 2 for us, (a, b) in zip(on, pairwise(off), strict=False)]
 
     def batch_begins(self, trainer: Any) -> None:
-        is_timer = isinstance(self._callback, GPUPhaseTimer)
-        if is_timer and not self.steps_us:
-            examine_no_pauses(self._callback)
         self._left -= 1
-        if self._left > 0 or (is_timer and self._is_on and not self._has_no_hooks()):
+        if self._left:
             return
-        took_us, self.steps_us = statistics.mean(self.steps_us), []
-        self._left, self._is_on = RUN, not self._is_on
-        if self._is_on:
-            self._without_us = took_us
-            self.bare_us.append(took_us)
-            self._pause.close()
-            trainer.callbacks.append(self._callback)
-            return
-        if self._without_us:
-            self.added_us.append(took_us - self._without_us)
-        trainer.callbacks.remove(self._callback)
-        if is_timer:
-            self._pause.enter_context(self._callback.paused())  # type: ignore[attr-defined]
+        if self.blocks_us or not self._is_on:
+            self.blocks_us.append(statistics.mean(self.steps_us[1:]))
+        self._left, self.steps_us = BLOCK + 1, []
+        self._is_on = not self._is_on
+        callbacks = trainer.callbacks
+        (callbacks.append if self._is_on else callbacks.remove)(self._callback)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         # A timer whose training does not end would stay attached.
-        self._pause.close()
         if self._callback not in trainer.callbacks:
             trainer.callbacks.append(self._callback)
 
-    def _has_no_hooks(self) -> bool:
-        session: Any = self._callback._session  # type: ignore[attr-defined]
-        return session.mode is OFF
+
+class Recording(Stopwatch):
+    """Records the kind of each step of a timer, after the first steps."""
+
+    def __init__(self, timer: Any) -> None:
+        super().__init__()
+        self.times, self._n = StepTimes(timer), 0
+
+    def batch_begins(self, trainer: Any) -> None:
+        self._n += 1
+        if self._n > WARMUP:
+            self.times.add(self.steps_us[-1])
 
 
 def fit(layers: int, steps: int, callbacks: list[pl.Callback], **options: Any) -> None:
@@ -356,39 +410,38 @@ def fit(layers: int, steps: int, callbacks: list[pl.Callback], **options: Any) -
 
 
 def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
-    """Return the microseconds that each way adds to a step in Lightning, and the bare step."""
+    """Return what each way adds to a step in Lightning."""
     timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False, lines=False)
     watch = Scheduled(timer)
-    fit(layers, 4 * rounds * BLOCK, [watch, timer])
+    fit(layers, 2 * (rounds + 2) * BLOCK, [watch, timer])
     blocks = [statistics.mean(block) for block in batched(watch.steps_us[4 * BLOCK :], BLOCK)]
-    found = {"step": blocks[::2]}
-    found[TIMED] = [us - off_us for off_us, us in zip(blocks[::2], blocks[1::2], strict=False)]
-    callbacks: dict[str, pl.Callback] = {EMPTY: EmptyCallback()}
-    for way, options in IN_RUNS.items():
-        callbacks[way] = GPUPhaseTimer(print_summary=False, **options)
-    for way, callback in callbacks.items():
-        turns = Turns(callback)
-        fit(layers, 2 * CHUNK + 2 * RUN * rounds, [turns, callback])
-        found[way] = turns.added_us
+    found = {TIMED: [us - off_us for off_us, us in zip(blocks[::2], blocks[1::2], strict=False)]}
+    found[EMPTY] = turns_in_lightning(layers, rounds, EmptyCallback()).added_us
     return found
 
 
-def defaults(layers: int, log_every: int) -> dict[str, dict[str, list[float]]]:
-    """Return what the default adds to a step with a logger, and the bare step, by loop."""
-    chunks = CHUNKS_OF.get(layers, 8)
-    training = Training(layers)
-    for _ in range(8):
-        us_per_step(training.step)
-    step_us = [us_per_step(training.step) for _ in range(8)]
-    logger = DummyLogger()
-    added = added_in_runs(training, layers, chunks, log_every_n_steps=log_every, logger=logger)
-    found = {"plain": {"step": step_us, DEFAULT: [*added]}}
+def turns_in_lightning(layers: int, rounds: int, callback: pl.Callback) -> Turns:
+    turns = Turns(callback)
+    fit(layers, 4 * BLOCK + 2 * rounds * (BLOCK + 1), [turns, callback])
+    return turns
+
+
+def defaults_in_lightning(layers: int, seconds: float, **options: Any) -> dict[str, list[float]]:
+    """Return the bare step, and what each kind of step adds with default options."""
     timer = GPUPhaseTimer(print_summary=False)
-    turns = Turns(timer)
-    steps = 2 * CHUNK + 2 * RUN * 2 * chunks
-    fit(layers, steps, [turns, timer], logger=logger, log_every_n_steps=log_every)
-    found["lightning"] = {"step": turns.bare_us, DEFAULT: turns.added_us}
-    return found
+    recording = Recording(timer)
+    stopwatch = Stopwatch()
+    fit(layers, 4 * BLOCK, [stopwatch])
+    steps = int(seconds * 1e6 / statistics.median(stopwatch.steps_us))
+    fit(layers, WARMUP + steps, [recording, timer], **options)
+    print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
+    untimed = GPUPhaseTimer(print_summary=False, **NEVER)
+    turns = turns_in_lightning(layers, steps // (2 * BLOCK + 2), untimed)
+    return {
+        "step": turns.blocks_us[::2],
+        UNTIMED: turns.added_us,
+        SPECIAL: recording.times.added_us(),
+    }
 
 
 def batched(items: Iterable[T], n: int) -> Iterator[list[T]]:
@@ -408,36 +461,45 @@ def mean_and_error(us: list[float]) -> dict[str, float]:
     return {"us": round(statistics.mean(kept), 1), "error_us": round(error, 1)}
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--cycles", type=int, default=200, help="of each way in the plain loop")
-    parser.add_argument("--rounds", type=int, default=40, help="length of the fits in Lightning")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument(
-        "--defaults", nargs="*", metavar="LAYERS,STEPS_PER_LOG", help="measure only the default"
-    )
+    parser.add_argument("--cycles", type=int, default=200, help="of each way, in 27 steps")
+    parser.add_argument("--seconds", type=float, default=20, help="for each kind of step")
+    parser.add_argument("--defaults", nargs="*", metavar="LAYERS,STEPS_PER_LOG")
     arguments = parser.parse_args()
     be_quiet()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    measured: dict[str, dict[str, list[float]]] = {}
-    for pair in arguments.defaults or []:
-        layers, log_every = map(int, pair.split(","))
-        for loop, rows in defaults(layers, log_every).items():
-            measured[f"{loop}, {log_every} steps per log, {layers} layers"] = rows
-    if not measured:
-        measured["plain"] = in_plain_loop(arguments.layers, arguments.cycles)
-        if arguments.rounds:
-            measured["lightning"] = in_lightning(arguments.layers, arguments.rounds)
-    results: dict[str, Any] = {}
-    for loop, rows in measured.items():
-        # "auto" is never off if it times every step.
-        results[loop] = {name: mean_and_error(us) for name, us in rows.items() if us}
-        step_us = results[loop]["step"]["us"]
-        for name, row in results[loop].items():
-            share = row["us"] / step_us
-            print(f"{loop} {name:20} {row['us']:+8.1f} ± {row['error_us']:.1f} us  {share:+.1%}")
     header = environment(
         *(["gpu"] if CUDA else []), "host", "python", "torch", "lightning", "command"
     )
-    save(arguments.out, header | {"results": results})
+    results: dict[str, Any] = {}
+    for pair in arguments.defaults or ["8,0"]:
+        layers, log_every = map(int, pair.split(","))
+        options = {"logger": DummyLogger(), "log_every_n_steps": log_every} if log_every else {}
+        logs = f", {log_every} steps per log" if log_every else ""
+        rows_of = {
+            "plain": defaults_in_plain_loop(layers, arguments.seconds, **options),
+            "lightning": defaults_in_lightning(layers, arguments.seconds, **options),
+        }
+        if not arguments.defaults:
+            rows_of["plain"] |= in_plain_loop(layers, arguments.cycles)
+            rows_of["lightning"] |= in_lightning(layers, arguments.cycles)
+        for loop, rows in rows_of.items():
+            # "auto" is never off if it times every step.
+            found = {name: mean_and_error(us) for name, us in rows.items() if us}
+            parts = [found[name] for name in (UNTIMED, SPECIAL) if name in found]
+            error_us = math.hypot(*[part["error_us"] for part in parts])
+            total_us = sum(part["us"] for part in parts)
+            found[DEFAULT] = {"us": round(total_us, 1), "error_us": round(error_us, 1)}
+            name = f"{loop}, {layers} layers{logs}"
+            results[name] = found
+            for way, row in found.items():
+                share = row["us"] / found["step"]["us"]
+                row_text = f"{row['us']:+8.1f} ± {row['error_us']:.1f} us  {share:+.1%}"
+                print(f"{name}: {way:27} {row_text}", flush=True)
+        save(arguments.out, header | {"results": results})
+
+
+if __name__ == "__main__":
+    main()

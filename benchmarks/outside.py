@@ -12,6 +12,9 @@ timer, waits for a core are not part of a step.
   points, or less than 2 % of the time.
 - share: the sum of such shares is within 10 points of the true share
 - false: another cause is named; in a control, any cause
+
+The falling clock is planted by the content of the batches: with zeros in the first half, matrix
+products need less power than with random numbers, so the GPU lowers its clock in the second half.
 """
 
 import gc
@@ -42,14 +45,17 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._attribution.surroundings import _excess
 from lightning_gputime._record.clock import core_times
 
-STEPS, TOLERANCE = 1500, 0.1
+TOLERANCE = 0.1
 MIN_EFFECT = 0.02  # Fraction of the time of steps.
 CORES = os.cpu_count() or 1
-BUSY = "import time\nt = time.time()\nwhile time.time() - t < 2: pass"
+BUSY = "import time\nt = time.time()\nwhile time.time() - t < 1: pass"
 BUSY_GPU = """
 import time, torch
-x, t = torch.randn(8192, 8192, device="cuda"), time.time()
-while time.time() - t < 3: x @ x; torch.cuda.synchronize()
+x = torch.randn(8192, 8192, device="cuda")
+for _ in range(20):
+    t = time.time()
+    while time.time() - t < 0.5: x @ x; torch.cuda.synchronize()
+    time.sleep(1.5)
 """
 
 
@@ -105,12 +111,12 @@ def save_in_thread(plant: Plant, step: int) -> None:
         threading.Thread(target=plant.save, args=(state,)).start()
 
 
-def spawn(*command: str, n: int = 1) -> Callable[[Plant, int], None]:
-    """Start `n` processes, 5 times in a run."""
+def spawn(*command: str, n: int = 1, every: int = 300) -> Callable[[Plant, int], None]:
+    """Start `n` processes, once in `every` steps."""
 
     def each(plant: Plant, step: int) -> None:
         words = [part.format(folder=plant.folder) for part in command]
-        for _ in range(n if step % 300 == 100 else 0):
+        for _ in range(n if step % every == 100 else 0):
             plant.processes.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
 
     return each
@@ -137,6 +143,7 @@ class Case:
     threads: int = 0
     long_batches: bool = False  # True if 1 of 12 batches is 8 times as long as the others.
     needs_gpu: bool = False
+    steps: int = 1500
 
     def batches(self, device: str, steps: int) -> Iterator[dict[str, Tensor]]:
         for step in range(steps):
@@ -151,22 +158,26 @@ CASES = {
     "thread in NumPy": Case("sort_in_numpy|CPU core", in_bursts, "sort_in_numpy", CORES),
     "asynchronous save": Case("save|storage", save_in_thread),
     "dd of a large file": Case("`dd`|storage", spawn(*DD)),
-    "process on the GPU": Case("GPU", spawn(sys.executable, "-c", BUSY_GPU), needs_gpu=True),
+    "process on the GPU": Case(
+        "GPU", spawn(sys.executable, "-c", BUSY_GPU, every=10**6), needs_gpu=True, steps=3000
+    ),
     "process on the cores": Case("python|core", spawn(sys.executable, "-c", BUSY, n=CORES)),
     "long batches": Case("tokens|elements", long_batches=True),
     "garbage": Case("garbage collection", make_garbage),
     "logger's thread": Case("write_log", log_in_thread, "write_log", 1),
 }
-"""Not planted here: swap, which may end other processes; unbalanced ranks, see `ranks.py`; and a
-clock that falls, which needs a GPU with a power limit."""
+"""Not planted here: swap, which may end other processes; and unbalanced ranks, see `ranks.py`."""
+CLOCK = "falling clock"
 
 
 class Task(pl.LightningModule):
     """The model, its optimizer, and the planted cause. Also used without Lightning."""
 
-    def __init__(self, after: Callable[[int], None], width: int) -> None:
+    def __init__(self, after: Callable[[int], None], width: int, blocks: int) -> None:
         super().__init__()
-        layers = nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)
+        layers = list[nn.Module]()
+        for _ in range(blocks):
+            layers += nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)
         self.net = nn.Sequential(nn.Embedding(8, width), *layers)
         self.after, self.ended_s, self.waited_s = after, list[float](), list[float]()
 
@@ -189,8 +200,9 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
         a core; and the fraction of the time in which the loop waited for a core.
     """
     with tempfile.TemporaryDirectory() as folder:
-        width = 2048 if device == "cuda" else 96  # A step takes about 10 ms.
-        task = Task(lambda step: case.each(plant, step), width).to(device)
+        # A step takes about 10 ms. On a GPU, its pace is that of the host, except long batches.
+        width, blocks = (256, 40) if device == "cuda" else (96, 1)
+        task = Task(lambda step: case.each(plant, step), width, blocks).to(device)
         plant = Plant(folder, task)
         for _ in range(case.threads):
             threading.Thread(target=getattr(plant, case.thread), daemon=True).start()
@@ -217,8 +229,9 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
         return timer.summary() if timer else None, all_ms, float(waited_s.sum() / all_s.sum())
 
 
-def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
+def check(case: Case, front: str, device: str) -> dict[str, Any]:
     """Return the causes that the timer names, and which checks passed."""
+    steps = case.steps
     summary, _, _ = run(case, front, device, steps, timed=True)
     outside = summary.measurement.outside
     causes = [(str(cause), cause.share) for cause in outside.causes] if outside else []
@@ -246,12 +259,57 @@ def check(case: Case, front: str, device: str, steps: int) -> dict[str, Any]:
     return {"causes": causes_found, "true": round(truth, 2), **waits, **checks}
 
 
+class Products(nn.Module):
+    """Large matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def check_clock(steps: int) -> dict[str, Any]:
+    """Train with batches of zeros, then with random numbers, and compare the GPU's clock."""
+    model = Products().to("cuda", torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    zeros = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    random = torch.randn_like(zeros)
+    query = "nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "200"
+    with tempfile.TemporaryFile("w+") as file:
+        monitor = subprocess.Popen(query, stdout=file)
+        n_early = 0
+        with GPUPhaseHooks(model, optimizer) as timer:
+            for step in timer.steps(range(steps)):
+                is_late = step >= steps // 2
+                if step == steps // 2:
+                    n_early = os.fstat(file.fileno()).st_size
+                model(random if is_late else zeros).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        monitor.terminate()
+        monitor.wait()
+        file.seek(0)
+        read = file.read()
+    clocks_mhz = read[:n_early].split(), read[n_early:].split()
+    was, now = (float(np.median([*map(float, mhz[5:])])) for mhz in clocks_mhz)
+    text = str(timer.summary().slowdown)
+    named = re.search(r"clock fell from ([\d,]+) to ([\d,]+) MHz", text)
+    found_mhz = [float(mhz.replace(",", "")) for mhz in named.groups()] if named else []
+    row = {"causes": [text], "true_mhz": [was, now], "named": bool(named)}
+    if named:  # The change, because a spin reads up to 5 % less than the true clock.
+        change = found_mhz[1] / found_mhz[0] - now / was
+        row["share"] = abs(change) <= TOLERANCE
+    return row
+
+
 def main() -> None:
     parser = new_parser(__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--only", default="", help="runs with this in the name, such as 'plain'")
-    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rounds", type=int, default=1, help="number of runs of each cause")
     arguments = parser.parse_args()
     device = arguments.device
@@ -263,9 +321,12 @@ def main() -> None:
         if arguments.only not in f"{front}: {name}" or (case.needs_gpu and device == "cpu"):
             continue
         for round_ in range(arguments.rounds):
-            row = check(case, front, device, arguments.steps)
+            row = check(case, front, device)
             rows[f"{front}: {name}, {round_}"] = row
             print(f"{front}: {name}", row, flush=True)
+    if device == "cuda" and arguments.only in f"plain: {CLOCK}":
+        rows[f"plain: {CLOCK}, 0"] = check_clock(600)
+        print(CLOCK, rows[f"plain: {CLOCK}, 0"], flush=True)
     counts = {}
     for key in ("named", "share", "false"):
         passed = [row[key] for row in rows.values() if key in row]
