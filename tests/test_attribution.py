@@ -272,13 +272,28 @@ def test_clock_that_falls_is_the_reason_of_a_slowdown(gpu: FakeGPU) -> None:
     assert summary.measurement.gpu_mhz in (1600.0, 1800.0, 2000.0)
 
 
-def test_clock_is_not_measured_in_steps_that_count(gpu: FakeGPU) -> None:
+@pytest.mark.parametrize("every_n_steps", [1, 4])
+def test_measuring_the_clock_counts_in_no_step(every_n_steps: int) -> None:
+    found = []
+    for mhz in (None, 2000.0):
+        gpu = FakeGPU()
+        gpu.mhz = mhz
+        loop = Loop(gpu)
+        with hooks(loop, lines=False, every_n_steps=every_n_steps) as timer:
+            for x in timer.steps(loop.batches(800)):
+                loop.train(x)
+        found.append(timer.summary())
+    without, with_clock = found
+    assert without.measurement.gpu_mhz is None
+    assert with_clock.measurement.gpu_mhz == pytest.approx(2000.0)
+    for name, row in with_clock.rows.items():
+        expected = without.rows[name]
+        assert (row.mean_ms, row.max_ms) == (expected.mean_ms, expected.max_ms)
+    assert (with_clock.step.mean_ms, with_clock.step.n) == (without.step.mean_ms, without.step.n)
+
+
+def test_clock_is_measured_in_lightning(gpu: FakeGPU) -> None:
     gpu.mhz = 2000.0
-    loop = Loop(gpu)
-    with hooks(loop, lines=True, every_n_steps=1) as timer:
-        for x in timer.steps(loop.batches(50)):
-            loop.train(x)
-    assert timer.summary().measurement.gpu_mhz is None
     callback = timer_of(gpu, lines=True, every_n_steps=4)
     fit(gpu, Model(gpu), 60, timer=callback)
     assert callback.summary().measurement.gpu_mhz == pytest.approx(2000.0)

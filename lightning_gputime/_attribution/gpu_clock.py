@@ -1,18 +1,23 @@
 """The clock of the GPU, measured without NVML.
 
 A kernel that spins for a number of clock cycles takes time in proportion to the length of a cycle.
-One such kernel in an examined step, which no statistic includes, runs behind the work of the step
-before, so it measures the clock of a busy GPU. Power and heat limits lower that clock.
+One such kernel every few seconds runs between two steps, excluded from both, behind the work of the
+first. So it measures the clock of a busy GPU. Power and heat limits lower that clock.
 """
 
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from lightning_gputime._record.clock import Clock, TimingEvent
 
 CYCLES = 200_000  # 0.14 ms. Shorter spins read low, because two events have a distance of 2 us.
-_MIN_STEP_NS = 5e6  # In shorter steps, the spin would be a large part of the step.
+# The GPU spins for this long while the host launches the rest, 15 us later at most.
+_CYCLES_BEFORE = 40_000
+_EVERY_NS = 2_000_000_000  # Minimum distance of measurements, which take the host about 30 us.
+_MAX_MEASURED = 2000  # Of more measurements, every second is dropped.
 # Minimum change with two or more measurements after it, and with one. A spin is off by up to 5 %.
 _MIN_CHANGE, _MIN_CHANGE_OF_ONE = 0.05, 0.1
 
@@ -23,34 +28,45 @@ class GPUClock:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._spin: Callable[[int], None] | None = getattr(clock, "spin_cycles", None)
-        self._pending: list[tuple[TimingEvent, TimingEvent]] = []
+        # Number of the step, start and end of the measurement that was launched.
+        self._pending: tuple[int, TimingEvent, TimingEvent] | None = None
+        self._launched_ns = -_EVERY_NS
+        self.is_due = False
+        """True if `measure` should be called between two steps."""
         self.mhz: list[tuple[int, float]] = []
         """Number of each measured step, and clock (in MHz)."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither the device's clock nor its events can be pickled.
-        return {"_clock": None, "_spin": None, "_pending": [], "mhz": self.mhz}
+        cleared = {"_clock": None, "_spin": None, "_pending": None, "is_due": False}
+        return {**self.__dict__, **cleared, "mhz": self.mhz.copy()}
 
-    def measure(self, step_ns: float) -> None:
-        """Spin in the step that has started, and is expected to take `step_ns`.
-
-        Call `read` once the device has finished the step.
-        """
-        self._pending = []
-        if self._spin is None or step_ns < _MIN_STEP_NS or self._clock.is_capturing():
+    def steps_read(self) -> None:
+        """Read the newest measurement if the device has finished it. Does not wait."""
+        if self._spin is None:
             return
+        if self._pending is not None:
+            number, start, end = self._pending
+            if not end.query():
+                return
+            self._pending = None
+            if (ms := start.elapsed_time(end)) > 0.0:
+                self.mhz.append((number, CYCLES / ms / 1e3))
+            if len(self.mhz) > _MAX_MEASURED:
+                del self.mhz[1:-1:2]
+        self.is_due = self._clock.host_ns() - self._launched_ns >= _EVERY_NS
+
+    def measure(self, number: int) -> None:
+        """Launch the measurement after the step of this number if it is due."""
+        if not self.is_due or self._spin is None or self._clock.is_capturing():
+            return
+        self.is_due, self._launched_ns = False, self._clock.host_ns()
         start, end = self._clock.event(), self._clock.event()
+        self._spin(_CYCLES_BEFORE)
         start.record()
         self._spin(CYCLES)
         end.record()
-        self._pending = [(start, end)]
-
-    def read(self, number: int) -> None:
-        """Read the measurement in the step of this number. Does not wait."""
-        for start, end in self._pending:
-            if end.query() and (ms := start.elapsed_time(end)) > 0.0:
-                self.mhz.append((number, CYCLES / ms / 1e3))
-        self._pending = []
+        self._pending = number, start, end
 
     @property
     def median_mhz(self) -> float | None:
@@ -61,7 +77,8 @@ class GPUClock:
         """Return how the clock has fallen since a step, as part of a sentence; empty if not."""
         before = [mhz for number, mhz in self.mhz if number < step]
         after = [mhz for number, mhz in self.mhz if number >= step]
-        if len(before) < 2 or not after or max(after) >= min(before):
+        # All but a few measurements, which an idle GPU may have made.
+        if len(before) < 2 or not after or np.quantile(after, 0.9) >= np.quantile(before, 0.1):
             return ""
         was, now = median(before), median(after)
         if now > (1 - (_MIN_CHANGE if len(after) > 1 else _MIN_CHANGE_OF_ONE)) * was:

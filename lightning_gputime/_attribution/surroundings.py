@@ -98,6 +98,8 @@ class Surroundings:
 
     def steps_read(self, read: ReadSteps) -> None:
         """Add timed steps. Call it in the thread of the loop."""
+        if self._runs_ahead:
+            self.gpu.steps_read()
         all_ms = read.sums.each_ms
         self._step_ms += sum(all_ms)
         self._wait_ms += sum([step.wait_ms for step in read.records])

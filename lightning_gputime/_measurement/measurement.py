@@ -62,7 +62,7 @@ class Measurement:
     # Change of the work in a step that explains why steps got slower, such as more batches; empty
     # if there is none.
     work_change: str = ""
-    gpu_mhz: float | None = None  # Median clock of the GPU in examined steps; None if unknown.
+    gpu_mhz: float | None = None  # Median clock of the GPU; None if unknown.
     wall_clock: WallClockBreakdown | None = None  # Host time of the run by entry.
     memory: MemorySummary | None = None  # Peak memory of the device; None on a CPU.
     stage: str = ""  # "validation", "test" or "prediction"; empty for training.

@@ -458,10 +458,12 @@ class Session:
             self._ended_ns = now_ns - wall_clock.outside_ns
             if log_is_due:
                 self._write_log()
-        if self._comparison.due_step is not None:
-            # The next step has started, so exclude the exchange between ranks from it.
+        gpu_clock = self._surroundings.gpu
+        if self._comparison.due_step is not None or gpu_clock.is_due:
+            # The next step has started, so exclude these from it.
             recorder.pause()
             self._comparison.compare_if_due()
+            gpu_clock.measure(number)
             recorder.resume(label)
         has_been_removed = self.mode is ENDED  # By an observer, while steps were read.
         if not self.times_all and not has_been_removed:
@@ -601,8 +603,6 @@ class Session:
         """Examine the step that has just started. If that is impossible, only time it."""
         self._examination_ns = self._wall_clock.steps_ns(self._host_ns())
         mean_ns = self._examination_ns / max(self.index, 1)
-        if not self.times_all:  # Else statistics include examined steps.
-            self._surroundings.gpu.measure(mean_ns)
         lines = self._examiner.start(mean_ns)
         self._ledger.unavailable = self._examiner.unavailable
         if lines is None:
@@ -619,7 +619,6 @@ class Session:
         number, index = self._newest_number or 0, self.index - 1
         self._ledger.unavailable = self._examiner.unavailable
         self._ledger.trained_tensors[number] = len(self._examiner.trained)
-        self._surroundings.gpu.read(number)
         self._examinations.step_examined(index, cost)
 
     # Steps without hooks
