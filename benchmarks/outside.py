@@ -48,7 +48,7 @@ from lightning_gputime._record.clock import core_times
 
 TOLERANCE = 0.1
 MIN_EFFECT = 0.02  # Fraction of the time of steps.
-CORES = os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0))
 BUSY = "import time\nt = time.time()\nwhile time.time() - t < 1: pass"
 BUSY_GPU = """
 import time, torch
