@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,30 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, raw, steps
 from fake_loop import Logger, Loop, hooks, run_of, timed_indices, with_facts
-from fake_ranks import train_ranks
+from fake_ranks import Ranks, reduce, train_ranks
 from processes import finish, run, start
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime import GPUPhaseHooks, load
-from lightning_gputime._measurement.ranks import (
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._output import page as report
+from lightning_gputime._ranks.comparison import RankSummary, compare
+from lightning_gputime._ranks.exchange import Agreement, Exchange
+from lightning_gputime._ranks.heat_map import heat_maps
+from lightning_gputime._ranks.totals import (
     BatchContent,
     BatchMeans,
     LineTime,
     PhaseTotals,
-    RankSummary,
     RankTotals,
     StepWindows,
-    compare,
+    decode,
+    encode,
     since,
     totals_of,
 )
-from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._output import page as report
-from lightning_gputime._output.ranks import heat_maps
 from lightning_gputime._runs.saved import save
-from lightning_gputime._session.ranks import Agreement, Exchange, decode, encode
 
 SCRIPT = Path(__file__).parent / "rank_run.py"
 
@@ -277,6 +279,14 @@ def attend(loop: Loop) -> None:
     loop.gpu.work(12.0)
 
 
+def tokenize(loop: Loop) -> None:
+    loop.gpu.host_work(16.0)
+
+
+def resize(loop: Loop) -> None:
+    loop.gpu.host_work(6.0)
+
+
 def usual(loop: Loop, x: Tensor) -> None:
     loop.train(x)
 
@@ -305,6 +315,13 @@ def line_of(function: Any) -> str:
     return f"`{function.__name__}` (test_ranks.py:{function.__code__.co_firstlineno + 1})"
 
 
+def ranks_of(monkeypatch: pytest.MonkeyPatch, *bodies: Any, **options: Any) -> RankSummary:
+    """Train a rank with each body, and return their comparison."""
+    ranks = train_ranks(monkeypatch, bodies, **options).summary().ranks
+    assert ranks is not None
+    return ranks
+
+
 @pytest.mark.parametrize(
     ("usual", "late", "line", "pace", "ms"),
     [
@@ -329,7 +346,7 @@ def test_line_of_the_straggler_is_named_with_its_pace(
     assert ranks is not None
     slower = f"rank 1 is {ms} ms per step slower than the median of the others"
     assert ranks.sentence == f"{slower}, in {line_of(line)}, {pace}"
-    assert (ranks.straggler, ranks.line) == (1, line_of(line))
+    assert (ranks.straggler, ranks.line, ranks.phase) == (1, line_of(line), "other")
     assert ranks.line_ms == pytest.approx(ms, abs=0.1)
     assert ranks.pattern == "same"
     note = f"the same rank is last in 40 of 40 steps, which costs {ms} ms per step"
@@ -337,34 +354,54 @@ def test_line_of_the_straggler_is_named_with_its_pace(
     assert {ranks.sentence, *ranks.notes} <= {*summary.notes}
 
 
+def test_phase_is_that_of_the_line_where_hosts_hide_work_in_another(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collectives = Ranks(FakeGPU(), monkeypatch)
+
+    def usual(loop: Loop, x: Tensor) -> None:
+        collectives.gpu = loop.gpu
+        out = loop.model(x)
+        for _ in range(2):
+            reduce()  # Each takes 3 ms, so they hide 6 of the 16 ms of `tokenize`.
+        finish(loop, out)
+
+    def late(loop: Loop, x: Tensor) -> None:
+        resize(loop)  # 1 of the 6 ms is hidden by the copy of the batch.
+        finish(loop, loop.model(x))
+
+    def finish(loop: Loop, out: Tensor) -> None:
+        tokenize(loop)
+        loop.tail(out).backward()
+        loop.update()
+        wait(loop.gpu)
+
+    ranks = ranks_of(monkeypatch, usual, late)
+    # Without waits, the loss takes 6 ms longer, but the other host does that work, too.
+    assert ranks.rows["loss"].max_ms == 12.5
+    assert ranks.rows["loss/comm"].max_ms == 6.0
+    assert ranks.rows["other"].max_ms == 5.0
+    assert (ranks.straggler, ranks.phase) == (1, "other")
+    assert ranks.excess_ms == pytest.approx(6.0, abs=0.01)
+    assert (ranks.line, ranks.line_ms) == (line_of(resize), 5.0)
+
+
 @pytest.mark.parametrize("without_lines", [[0, 1], [1], [0]])
 def test_ranks_without_lines_compare_phases(
     without_lines: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {rank: {"lines": False} for rank in without_lines}
-    ranks = train_ranks(monkeypatch, [usual, attends], of_ranks=options).summary().ranks
-    assert ranks is not None
-    assert ranks.line == ""
-    assert ranks.sentence == f"rank 1 is 12 ms per step {SLOWER} other"
+    ranks = ranks_of(monkeypatch, usual, attends, of_ranks=options)
+    assert (ranks.line, ranks.sentence) == ("", f"rank 1 is 12 ms per step {SLOWER} other")
 
 
 def test_larger_batches_of_the_straggler_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = train_ranks(monkeypatch, [usual, attends, usual], samples={1: 4})
-    ranks = timer.summary().ranks
-    assert ranks is not None
+    ranks = ranks_of(monkeypatch, usual, attends, usual, samples={1: 4})
     assert ranks.batch == "4.0 times the elements of the others (8 and 2 per step)"
     assert ranks.notes[0] == f"rank 1 has {ranks.batch}"
 
 
-def slow_host(loop: Loop, x: Tensor) -> None:
-    host_bound(loop, x, 2.0)
-
-
-def usual_host(loop: Loop, x: Tensor) -> None:
-    host_bound(loop, x, 1.0)
-
-
-def host_bound(loop: Loop, x: Tensor, factor: float) -> None:
+def host_bound(loop: Loop, x: Tensor, factor: float = 1.0) -> None:
     """Keep the host busy in each phase, for longer than the device."""
     loop.gpu.host_work(4.0 * factor)
     out = loop.model(x)
@@ -379,15 +416,13 @@ def host_bound(loop: Loop, x: Tensor, factor: float) -> None:
 def test_host_that_is_slower_in_all_lines_is_named_in_long_runs_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bodies = [usual_host, slow_host]
-    short = train_ranks(monkeypatch, bodies, lines=False).summary().ranks
-    assert short is not None
+    bodies = host_bound, partial(host_bound, factor=2.0)
+    short = ranks_of(monkeypatch, *bodies, lines=False)
     # In 3 s, one of two equal hosts may be that much slower by chance.
     assert (short.straggler, short.sentence, short.suspect) == (None, "", 1)
     assert short.error_ms is not None
     assert short.excess_ms < 4 * short.error_ms
-    long = train_ranks(monkeypatch, bodies, n=400).summary().ranks
-    assert long is not None
+    long = ranks_of(monkeypatch, *bodies, n=400)
     assert long.straggler == 1
     assert long.factor == pytest.approx(2.0, rel=0.1)
     assert "because its host needs 2.0 times as long for every line: its CPU is" in long.sentence
@@ -428,9 +463,24 @@ def test_line_is_named_on_a_host_that_is_slower_too(monkeypatch: pytest.MonkeyPa
             augment(loop)
         host_bound(loop, x, 1.2)
 
-    ranks = train_ranks(monkeypatch, [usual_host, late]).summary().ranks
-    assert ranks is not None
+    ranks = ranks_of(monkeypatch, host_bound, late)
     assert (ranks.straggler, ranks.line) == (1, line_of(augment))
+
+
+def line(
+    name: str,
+    gpu_ms: float = 0.0,
+    *,
+    host_ms: float = 0.0,
+    busy_ms: float = 0.0,
+    error_ms: float = 0.1,
+    caller: str = "",
+    **phases_ms: float,
+) -> LineTime:
+    """Return the times of a function, in forward by default. See `totals_with` for `phases_ms`."""
+    named = {phase.replace("__", "/"): ms for phase, ms in phases_ms.items()}
+    named = named or {"forward": host_ms + gpu_ms}
+    return LineTime(f"`{name}` (net.py:1)", name, caller, host_ms, gpu_ms, busy_ms, error_ms, named)
 
 
 @pytest.mark.parametrize(
@@ -448,16 +498,15 @@ def test_work_that_other_hosts_hide_behind_waits_makes_no_straggler(
     late: dict[str, float], straggler: int | None, excess_ms: float
 ) -> None:
     def rank(host_ms: float, busy_ms: float, gpu_ms: float = 0.0) -> RankTotals:
-        n, forward_ms = 40, host_ms + gpu_ms
-        wait_ms = 10.0 - forward_ms
+        n, wait_ms = 40, 10.0 - host_ms - gpu_ms
         ms = {"forward": 10.0, "forward/comm": wait_ms, "optimizer": 1.0, "step": 11.0}
         return RankTotals(
             {name: (n * each_ms, n) for name, each_ms in ms.items()},
             1.0,
-            {"forward": host_ms / forward_ms, "optimizer": 1.0},
+            {"forward": host_ms / 10.0, "optimizer": 1.0},
             [
-                LineTime("`f` (net.py:1)", "f", "", 0.0, gpu_ms, 0.0, 0.01, 0.0, ""),
-                LineTime("`g` (net.py:2)", "g", "", host_ms, 0.0, busy_ms, 0.01, 0.0, ""),
+                line("f", gpu_ms, error_ms=0.01),
+                line("g", host_ms=host_ms, busy_ms=busy_ms, error_ms=0.01),
             ],
             busy_ms=busy_ms,
         )
@@ -467,82 +516,101 @@ def test_work_that_other_hosts_hide_behind_waits_makes_no_straggler(
     assert ranks.excess_ms == pytest.approx(excess_ms)
 
 
-def test_line_of_one_rank_names_the_straggler_where_its_total_is_uncertain() -> None:
-    def rank(*lines: tuple[str, float, float], late_ms: float = 0.0) -> RankTotals:
-        times = [
-            LineTime(f"`{name}` (net.py:1)", name, "", 0.0, ms, 0.0, error_ms, 0.0, "")
-            for name, ms, error_ms in lines
-        ]
-        return totals(late="forward", late_ms=late_ms, deviation_ms=4.0, lines=times)
-
-    usual = rank(("model", 10.0, 0.1))
-    late = rank(("augment", 3.0, 0.1), ("model", 10.0, 0.1), late_ms=3.0)
-    ranks = compared([usual, usual, late])
-    assert (ranks.straggler, ranks.line) == (2, "`augment` (net.py:1)")
-    # A line that all ranks have, that is short, or that is uncertain, may be longer by chance.
-    for line, late_ms in (
-        (("model", 13.0, 0.1), 3.0),
-        (("augment", 1.4, 0.1), 1.4),
-        (("augment", 3.0, 1.6), 3.0),
-    ):
-        ranks = compared([usual, usual, rank(line, ("rest", 1.0, 0.1), late_ms=late_ms)])
-        assert (ranks.straggler, ranks.suspect) == (None, 2)
-
-
-def test_line_that_other_ranks_count_for_its_caller_is_compared() -> None:
-    def rank(*lines: tuple[str, float], late_ms: float = 0.0) -> RankTotals:
-        times = [
-            LineTime(f"`{name}` (net.py:1)", name, "outer", 0.0, ms, 0.0, 0.1, 0.0, "")
-            for name, ms in lines
-        ]
-        return totals(late="forward", late_ms=late_ms, lines=times)
-
-    # Here the caller is longer by 3 ms. The other ranks count `inner` for it.
-    usual = rank(("outer", 10.0), ("other", 5.0))
-    late = rank(("inner", 9.0), ("outer", 4.0), ("other", 5.0), late_ms=3.0)
-    ranks = compared([usual, usual, late])
-    assert ranks.line == "`inner` (net.py:1)"
-    assert ranks.line_ms == pytest.approx(3.0)
-
-
-def test_factor_is_named_instead_of_the_longest_of_lines_that_are_all_longer() -> None:
-    def rank(factor: float, **options: Any) -> RankTotals:
-        lines = [
-            LineTime(f"`{name}` (net.py:1)", name, "", 0.0, factor * ms, 0.0, 0.1, 0.0, "")
-            for name, ms in (("forward", 9.0), ("loss", 2.0), ("step", 1.0))
-        ]
-        shares = dict.fromkeys(BALANCED, 0.0)
-        return totals(lines=lines, host_shares=shares, **options)
-
-    ranks = compared([rank(1.0), rank(1.0), rank(1.25, late="forward")])
-    assert (ranks.straggler, ranks.line, ranks.factor) == (2, "", 1.25)
-    assert ranks.sentence == (
-        "rank 2 is 3 ms per step slower than the median of the others, because its GPU needs 1.2"
-        " times as long for every line: its clocks are lower, or its batches larger"
-    )
+MODEL = line("model", 10.0)
 
 
 @pytest.mark.parametrize(
-    ("waits", "why"),
+    ("usual", "late", "deviation_ms", "straggler", "named", "ms"),
     [
-        ((0.4, 0.02), "it waits for a CPU core for 40 % of the time (others 2 %)"),
-        ((0.4, 0.3), "its CPU is shared or slower"),
-        ((0.05, 0.0), "its CPU is shared or slower"),
-        ((None, None), "its CPU is shared or slower"),
+        # A line of this rank only is evidence, even if the local times vary.
+        ([MODEL], [line("augment", 3.0), MODEL], 4.0, 2, "augment", 3.0),
+        # A line that all ranks have, that is short, or that is uncertain, may be longer by chance.
+        ([MODEL], [line("model", 13.0), line("rest", 1.0)], 4.0, None, "model", 3.0),
+        ([MODEL], [line("augment", 1.4), line("rest", 1.0)], 4.0, None, "augment", 1.4),
+        ([MODEL], [line("augment", 3.0, error_ms=1.6), MODEL], 4.0, None, "augment", 3.0),
+        # Within its error, it is not even named.
+        ([line("model", 4.0)], [line("model", 7.0, error_ms=3.5)], 0.0, 2, "", 0.0),
+        # The caller is longer by 3 ms. The other ranks count `inner` for it.
+        (
+            [line("outer", 10.0), line("other", 5.0)],
+            [line("inner", 9.0, caller="outer"), line("outer", 4.0), line("other", 5.0)],
+            0.0,
+            2,
+            "inner",
+            3.0,
+        ),
     ],
 )
-def test_rank_that_waits_for_a_core_is_told_so(waits: Any, why: str) -> None:
-    def rank(factor: float, core_wait: float | None, **options: Any) -> RankTotals:
-        lines = [
-            LineTime(f"`{name}` (net.py:1)", name, "", ms, 0.0, factor * ms, 0.1, 0.0, "")
-            for name, ms in (("forward", 9.0), ("loss", 2.0), ("step", 1.0))
-        ]
-        return totals(lines=lines, core_wait=core_wait, **options)
+def test_line_is_compared_with_that_of_the_others(
+    usual: list[LineTime],
+    late: list[LineTime],
+    deviation_ms: float,
+    straggler: int | None,
+    named: str,
+    ms: float,
+) -> None:
+    def rank(lines: list[LineTime], late_ms: float = 0.0) -> RankTotals:
+        return totals(late="forward", late_ms=late_ms, deviation_ms=deviation_ms, lines=lines)
 
-    usual = rank(1.0, waits[1])
-    late = rank(1.6, waits[0], late="forward", late_ms=9.0)
-    assert compared([usual, late, usual]).sentence.endswith(
-        f"1.6 times as long for every line: {why}"
+    ranks = compared([rank(usual), rank(usual), rank(late, late_ms=ms or 3.0)])
+    assert (ranks.straggler, ranks.suspect) == (straggler, 2 if straggler is None else None)
+    assert ranks.line == (f"`{named}` (net.py:1)" if named else "")
+    assert ranks.line_ms == pytest.approx(ms)
+
+
+@pytest.mark.parametrize(
+    ("phases_ms", "phase"),
+    [
+        ({"forward": 10.0, "backward": 5.0}, "forward"),
+        # The longest phase of the line is not the one that is longer.
+        ({"forward": 7.0, "backward": 8.0}, "backward"),
+        ({"data__fetch": 8.0, "forward": 7.0}, "data/fetch"),
+        ({"forward": 10.0, "backward": 5.0, "backward__comm": 20.0}, "forward"),
+    ],
+)
+def test_phase_of_the_line_is_the_one_with_the_most_of_its_excess(
+    phases_ms: dict[str, float], phase: str
+) -> None:
+    usual = totals(lines=[line("f", 12.0, forward=7.0, backward=5.0)])
+    # The phase with the largest difference is another one.
+    late = totals(late="optimizer", lines=[line("f", 15.0, **phases_ms)])
+    ranks = compared([usual, late])
+    assert (ranks.line, ranks.phase) == ("`f` (net.py:1)", phase)
+
+
+CLOCKS = "its clocks are lower, or its batches larger"
+CPU = "its CPU is shared or slower"
+
+
+@pytest.mark.parametrize(
+    ("factor", "side", "core_waits", "why"),
+    [
+        (1.25, "GPU", (None, None), CLOCKS),
+        (1.6, "host", (0.4, 0.02), "it waits for a CPU core for 40 % of the time (others 2 %)"),
+        (1.6, "host", (0.4, 0.3), CPU),
+        (1.6, "host", (0.05, 0.0), CPU),
+        (1.6, "host", (None, None), CPU),
+    ],
+)
+def test_factor_is_named_instead_of_the_longest_of_lines_that_are_all_longer(
+    factor: float, side: str, core_waits: tuple[float | None, float | None], why: str
+) -> None:
+    def rank(factor: float, core_wait: float | None, late_ms: float = 0.0) -> RankTotals:
+        times = ("forward", 9.0), ("loss", 2.0), ("step", 1.0)
+        lines = [line(name, factor * ms) for name, ms in times]
+        if side == "host":
+            lines = [line(name, host_ms=ms, busy_ms=factor * ms) for name, ms in times]
+        shares = dict.fromkeys(BALANCED, float(side == "host"))
+        more = {"lines": lines, "core_wait": core_wait, "host_shares": shares}
+        return totals(late="forward", late_ms=late_ms, **more)
+
+    usual = rank(1.0, core_waits[1])
+    late_ms = 3.0 if side == "GPU" else 9.0
+    ranks = compared([usual, usual, rank(factor, core_waits[0], late_ms)])
+    assert (ranks.straggler, ranks.line, ranks.factor) == (2, "", pytest.approx(factor))
+    assert ranks.sentence == (
+        f"rank 2 is {late_ms:.0f} ms per step slower than the median of the others, because its"
+        f" {side} needs {factor:.1f} times as long for every line: {why}"
     )
 
 
@@ -570,32 +638,31 @@ def test_rank_with_more_in_its_batches_is_named(batch: BatchContent, named: str)
     assert not compared([usual, totals(batch=batch), usual]).batch
 
 
-def test_line_within_its_error_is_not_named() -> None:
-    def rank(ms: float, **options: Any) -> RankTotals:
-        return totals(
-            lines=[LineTime("`f` (net.py:1)", "f", "", ms, 0.0, ms, 3.5, 0.0, "")], **options
-        )
-
-    ranks = compared([rank(4.0), rank(7.0, late="forward")])
-    assert (ranks.straggler, ranks.line) == (1, "")
-
-
-def test_line_in_which_the_other_ranks_wait_is_named() -> None:
-    def rank(wait_ms: float, phase: str = "optimizer", **options: Any) -> RankTotals:
-        line = LineTime(
-            "`reduce` (net.py:7)", "reduce", "train", 0.1, 0.0, 0.1, 0.1, wait_ms, phase
-        )
-        return totals(lines=[line], **options)
-
-    ranks = compared([rank(3.25), rank(0.0, late="forward"), rank(3.0)])
-    assert ranks.notes == (
-        "the other ranks wait 3.12 ms per step in `reduce` (net.py:7), in optimizer",
-    )
-    assert compared([rank(0.5), rank(0.5)]).notes == ()
-    ranks = compared([rank(3.0, phase="backward"), rank(3.0, phase="backward")])
-    assert ranks.notes == (
-        "ranks wait for each other 3 ms per step in the backward of `reduce` (net.py:7)",
-    )
+@pytest.mark.parametrize(
+    ("late", "phase", "waits_ms", "note"),
+    [
+        (
+            "forward",
+            "optimizer",
+            (3.25, 0.0, 3.0),
+            "the other ranks wait 3.12 ms per step in `reduce` (net.py:1), in optimizer",
+        ),
+        ("", "optimizer", (0.5, 0.5, 0.5), None),
+        (
+            "",
+            "backward",
+            (3.0, 3.0, 3.0),
+            "ranks wait for each other 3 ms per step in the backward of `reduce` (net.py:1)",
+        ),
+    ],
+)
+def test_line_in_which_the_other_ranks_wait_is_named(
+    late: str, phase: str, waits_ms: tuple[float, ...], note: str | None
+) -> None:
+    lines = [line("reduce", forward=0.1, **{f"{phase}__comm": ms}) for ms in waits_ms]
+    by_rank = [totals(lines=[reduced]) for reduced in lines]
+    by_rank[1] = totals(late=late, lines=[lines[1]])
+    assert compared(by_rank).notes == (() if note is None else (note,))
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -816,8 +883,10 @@ def test_exchange_of_1024_ranks_is_small() -> None:
             gpu_ms=round(chance.uniform(0.0, 2.0), 3),
             busy_ms=round(chance.uniform(0.0, 0.2), 3),
             error_ms=round(chance.uniform(0.0, 0.1), 3),
-            wait_ms=round(chance.uniform(0.0, 2.0), 3),
-            wait_phase="backward",
+            phases_ms={
+                name: round(chance.uniform(0.0, 2.0), 3)
+                for name in ("forward", "backward", "backward/comm")
+            },
         )
         for i in range(12)
     ]
@@ -863,7 +932,7 @@ class HostTime:
 def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     """The clock of waits in rank zero."""
     host_time = HostTime()
-    monkeypatch.setattr("lightning_gputime._session.ranks.time", host_time)
+    monkeypatch.setattr("lightning_gputime._ranks.exchange.time", host_time)
     return host_time
 
 
@@ -1004,7 +1073,7 @@ def slower_forward(own: RankTotals) -> RankTotals:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     fake = FakeExchange(slower_forward)
-    monkeypatch.setattr("lightning_gputime._session.ranks.open_exchange", lambda: fake)
+    monkeypatch.setattr("lightning_gputime._ranks.exchange.open_exchange", lambda: fake)
     return fake
 
 
@@ -1292,7 +1361,7 @@ def test_distributed_example_names_the_straggler(tmp_path: Path) -> None:
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
     """Return the agreements of three ranks."""
-    monkeypatch.setattr("lightning_gputime._session.ranks._AGREEMENT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("lightning_gputime._ranks.exchange._AGREEMENT_TIMEOUT_S", 0.01)
     store = HashStore()
     return [Agreement(store, rank) for rank in range(3)]
 
@@ -1333,7 +1402,7 @@ def test_agreement_waits_at_most_a_third_of_the_timeout_of_collectives(
 
     monkeypatch.setattr("time.monotonic", lambda: 5.0)
 
-    monkeypatch.setattr("lightning_gputime._session.ranks.wait_for", wait)
+    monkeypatch.setattr("lightning_gputime._ranks.exchange.wait_for", wait)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.9))
     alone = Agreement(store, 1)

@@ -22,10 +22,10 @@ import lightning_gputime
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep, load
 from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.observers import Section
-from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import summary_of
+from lightning_gputime._ranks.comparison import RankStats, RankSummary
 from lightning_gputime._runs import environment, saved
 
 
