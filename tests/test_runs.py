@@ -105,7 +105,7 @@ def test_saved_run_keeps_every_optional_part(path: Path) -> None:
     evaluations: list[dict[str, Any]] = [{"stage": "val", "step": 3, "forward_ms": 2.5}]
     results = Results(10, warmup_steps=0)
     results.add([raw(0, forward=2.0)])
-    results.ranks.add(facts["ranks"])
+    results.ranks._summary = facts["ranks"]
     summary = with_facts(summary_of(results), **facts)
     history = results.history_and_warmup()
     run = Run(Environment(), *history, summary, slow_steps=[slow], evaluations=evaluations)

@@ -132,9 +132,6 @@ class RankResults:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_complete": None}
 
-    def add(self, summary: RankSummary | None) -> None:
-        self._summary, self._totals = summary, None
-
     def compare_later(self, totals: Mapping[int, RankTotals]) -> None:
         """Compare these totals when they are read: with many ranks, that takes 0.1 s."""
         self._totals = dict(totals)
@@ -148,11 +145,12 @@ class RankResults:
         complete, self._complete = self._complete, None
         if complete is not None:
             complete()
-        if (totals := self._totals) is not None:
+        totals, self._totals = self._totals, None
+        if totals is not None:
             try:
-                self.add(compare(totals))
+                self._summary = compare(totals)
             except Exception as error:
-                self.add(None)
+                self._summary = None
                 messages.warning("The times of the ranks are no longer compared: %r", error)
         return self._summary
 
