@@ -385,6 +385,7 @@ def test_phase_is_that_of_the_line_where_hosts_hide_work_in_another(
     assert (ranks.straggler, ranks.phase) == (1, "other")
     assert ranks.excess_ms == pytest.approx(6.0, abs=0.01)
     assert (ranks.line, ranks.line_ms) == (line_of(resize), 5.0)
+    assert ranks.sentence.endswith(f"median of the others, mostly in {line_of(resize)}, host-paced")
 
 
 @pytest.mark.parametrize("without_lines", [[0, 1], [1], [0]])
@@ -490,6 +491,8 @@ def line(
         # The other rank's host needs as long, while its GPU waits.
         ({"host_ms": 9.0, "busy_ms": 10.0}, None, 0.0),
         ({"host_ms": 9.0, "busy_ms": 10.4}, None, 0.4),
+        # All of the rest may be drift of the host.
+        ({"host_ms": 9.0, "busy_ms": 12.5}, None, 2.5),
         # It does not need this time, or this line.
         ({"host_ms": 9.0, "busy_ms": 17.5}, 0, 7.5),
         ({"host_ms": 1.0, "gpu_ms": 8.0, "busy_ms": 10.0}, 0, 8.0),
@@ -518,45 +521,50 @@ def test_work_that_other_hosts_hide_behind_waits_makes_no_straggler(
 
 
 MODEL = line("model", 10.0)
+TWELVE = [line(f"f{i}", host_ms=2.0, busy_ms=2.0) for i in range(12)]
 
 
 @pytest.mark.parametrize(
-    ("usual", "late", "deviation_ms", "straggler", "named", "ms"),
+    ("usual", "late", "late_ms", "deviation_ms", "straggler", "named"),
     [
         # A line of this rank only is evidence, even if the local times vary.
-        ([MODEL], [line("augment", 3.0), MODEL], 4.0, 2, "augment", 3.0),
+        ([MODEL], [line("augment", 3.0), MODEL], 3.0, 4.0, 2, "augment"),
         # A line that all ranks have, that is short, or that is uncertain, may be longer by chance.
-        ([MODEL], [line("model", 13.0), line("rest", 1.0)], 4.0, None, "model", 3.0),
-        ([MODEL], [line("augment", 1.4), line("rest", 1.0)], 4.0, None, "augment", 1.4),
-        ([MODEL], [line("augment", 3.0, error_ms=1.6), MODEL], 4.0, None, "augment", 3.0),
-        # Within its error, it is not even named.
-        ([line("model", 4.0)], [line("model", 7.0, error_ms=3.5)], 0.0, 2, "", 0.0),
+        ([MODEL], [line("model", 13.0), line("rest", 1.0)], 3.0, 4.0, None, "model"),
+        ([MODEL], [line("augment", 1.4), line("rest", 1.0)], 1.4, 4.0, None, "augment"),
+        ([MODEL], [line("augment", 3.0, error_ms=1.6), MODEL], 3.0, 4.0, None, "augment"),
+        # A line within its error, or with less than half of the excess, is not even named.
+        ([line("model", 4.0)], [line("model", 7.0, error_ms=3.5)], 3.0, 0.0, 2, ""),
+        ([MODEL], [line("model", 13.0)], 7.0, 0.0, 2, ""),
         # The caller is longer by 3 ms. The other ranks count `inner` for it.
         (
             [line("outer", 10.0), line("other", 5.0)],
             [line("inner", 9.0, caller="outer"), line("outer", 4.0), line("other", 5.0)],
-            0.0,
-            2,
-            "inner",
-            3.0,
+            *(3.0, 0.0, 2, "inner"),
+        ),
+        # The other ranks may not have sent it, because their 12 longest lines take 2 ms.
+        (
+            TWELVE,
+            [line("augment", host_ms=5.0, busy_ms=5.0), *TWELVE[:11]],
+            *(3.0, 0.0, 2, "augment"),
         ),
     ],
 )
 def test_line_is_compared_with_that_of_the_others(
     usual: list[LineTime],
     late: list[LineTime],
+    late_ms: float,
     deviation_ms: float,
     straggler: int | None,
     named: str,
-    ms: float,
 ) -> None:
     def rank(lines: list[LineTime], late_ms: float = 0.0) -> RankTotals:
         return totals(late="forward", late_ms=late_ms, deviation_ms=deviation_ms, lines=lines)
 
-    ranks = compared([rank(usual), rank(usual), rank(late, late_ms=ms or 3.0)])
+    ranks = compared([rank(usual), rank(usual), rank(late, late_ms)])
     assert (ranks.straggler, ranks.suspect) == (straggler, 2 if straggler is None else None)
     assert ranks.line == (f"`{named}` (net.py:1)" if named else "")
-    assert ranks.line_ms == pytest.approx(ms)
+    assert ranks.line_ms == pytest.approx(late_ms if named else 0.0)
 
 
 @pytest.mark.parametrize(

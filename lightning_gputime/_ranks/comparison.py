@@ -205,15 +205,14 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         batch = words.more_content(content.unit, content.amount, content.amount / (1 + more))
     factor: float | None = None
     found: LineExcess | None = None
-    lines, others_lines = totals[last].lines, [totals[rank].lines for rank in others]
-    others_lines = [lines for lines in others_lines if lines]
+    lines = totals[last].lines
+    others_lines = [totals[rank].lines for rank in others if totals[rank].lines]
     is_host = host_excess_ms >= 0.5 * total_ms  # The host sets the pace of most of the excess.
     if is_large and 2 * len(others_lines) >= len(others):
-        factor = common_factor(lines, others_lines, _MIN_CAUSE * excess_ms, is_host=is_host)
+        min_cause_ms = _MIN_CAUSE * excess_ms
+        factor = common_factor(lines, others_lines, min_cause_ms, is_host=is_host)
         if factor is None:
-            found = longest_excess(lines, others_lines)
-    if found is not None and found.ms < _MIN_CAUSE * excess_ms:
-        found = None
+            found = longest_excess(lines, others_lines, min_cause_ms)
 
     # 4. Estimate the error. Example: two ranks with standard errors of 0.3 and 0.4 ms differ with
     # an error of sqrt(0.3 ** 2 + 0.4 ** 2) = 0.5 ms.
@@ -285,20 +284,17 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
         where = words.in_phase(phase, has_waits=has_waits)
 
-    notes = []
-    if is_straggler and batch and batch not in where:
-        notes.append(f"rank {last} has {batch}")
-    history, pattern = history_of(totals), ""
+    batch_note = f"rank {last} has {batch}" if is_straggler and batch not in where else ""
+    history, pattern, pattern_note = history_of(totals), "", ""
     if history is not None:
         own_share = excess_ms / total_ms if hidden_ms else 1.0
-        pattern, note = pattern_of(totals, history, stragglers, step_ms, own_share)
-        notes.append(note)
+        pattern, pattern_note = pattern_of(totals, history, stragglers, step_ms, own_share)
     waiting = [total.lines for rank, total in totals.items() if rank not in stragglers]
     wait_line, wait_phase, wait_ms = longest_wait([lines for lines in waiting if lines])
+    wait_note = ""
     if wait_line and wait_ms >= MIN_EXCESS * step_ms:
-        is_for_straggler = bool(stragglers)
-        note = words.wait(wait_line, wait_phase, wait_ms, is_for_straggler=is_for_straggler)
-        notes.append(note)
+        who = "the other ranks wait" if stragglers else "ranks wait for each other"
+        wait_note = words.wait(who, wait_ms, wait_line, wait_phase)
 
     return RankSummary(
         rows=rows,
@@ -315,7 +311,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         factor=factor,
         batch=batch,
         pattern=pattern,
-        notes=tuple(filter(None, notes)),
+        notes=tuple(filter(None, (batch_note, pattern_note, wait_note))),
         history=history,
     )
 

@@ -21,12 +21,13 @@ class LineExcess(NamedTuple):
 
 
 def longest_excess(
-    own: Sequence[LineTime], others: Sequence[Sequence[LineTime]]
+    own: Sequence[LineTime], others: Sequence[Sequence[LineTime]], min_excess_ms: float
 ) -> LineExcess | None:
     """Return the line in which a rank exceeds the median of the other ranks the most.
 
-    Return None if it does not by more than the errors. The excess in which the host sets the pace
-    is at most that of the host's own time: the others may do that work while they wait.
+    Return None if it is less than `min_excess_ms`, or not more than the errors. The excess in which
+    the host sets the pace is at most that of the host's own time: the others may do that work while
+    they wait.
 
     Example: the host sets the pace for 9 ms of a line, and of 1 ms on the other ranks. If it is
     busy for 10 ms on all ranks, the others do 8 ms of the line while they wait, and its excess is
@@ -41,10 +42,10 @@ def longest_excess(
             float.__sub__, _sums_of([line], phases), usual_ms
         )
         ms = min(min(host_ms, max(busy_ms, 0.0)) + gpu_ms, line.local_ms)
-        if ms > max(longest.ms if longest else 0.0, line.error_ms):
+        if ms > max(longest.ms if longest is not None else 0.0, line.error_ms):
             _, phase = max(zip(phases_ms, phases, strict=True))
             longest = LineExcess(line, ms, phase)
-    return longest
+    return longest if longest is not None and longest.ms >= min_excess_ms else None
 
 
 def _usual_ms(

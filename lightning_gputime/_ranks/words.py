@@ -45,8 +45,7 @@ def more_content(unit: str, amount: float, usual_amount: float) -> str:
 # Notes
 
 
-def wait(line: str, phase: str, ms: float, *, is_for_straggler: bool) -> str:
-    who = "the other ranks wait" if is_for_straggler else "ranks wait for each other"
+def wait(who: str, ms: float, line: str, phase: str) -> str:
     where = f"the backward of {line}" if phase.startswith(BACKWARD) else f"{line}, in {phase}"
     return f"{who} {duration(ms)} per step in {where}"
 
