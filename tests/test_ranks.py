@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime import GPUPhaseHooks, load
+from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._output import page as report
 from lightning_gputime._ranks.comparison import RankSummary, compare
@@ -37,6 +38,7 @@ from lightning_gputime._ranks.totals import (
     StepWindows,
     decode,
     encode,
+    line_times,
     since,
     totals_of,
 )
@@ -847,6 +849,21 @@ def test_summary_shows_the_heat_map_in_a_terminal_only(monkeypatch: pytest.Monke
 
 
 # The exchange of totals, from all ranks to rank zero
+
+
+def test_times_of_a_line_are_sent_by_phase_without_most_sub_phases() -> None:
+    parts = {
+        "forward": PhasePart(1.0, 2.0),
+        "forward/body": PhasePart(3.0),
+        "data/fetch": PhasePart(0.0, 4.0),
+        "backward/comm": PhasePart(5.0),
+    }
+    row = LineRow("f", "net.py", 7, phases=parts, busy_ms=7.0, path=("main (train.py:1)",))
+    # Time that no examined step shows, and time outside of steps, are not sent.
+    [sent] = line_times([row, LineRow("", phases=parts), replace(row, entry="validation")])
+    assert sent.phases_ms == {"forward": 6.0, "data/fetch": 4.0, "backward/comm": 5.0}
+    assert sent[:6] == ("`f` (net.py:7)", "f", "main", 6.0, 4.0, 7.0)
+    assert (sent.local_ms, sent.longest_ms) == (10.0, 15.0)
 
 
 def test_exchange_of_1024_ranks_is_small() -> None:
