@@ -40,14 +40,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary, StepTimes
-from lightning_gputime._measurement.ranks import (
+from lightning_gputime._ranks.comparison import compare
+from lightning_gputime._ranks.exchange import Exchange
+from lightning_gputime._ranks.totals import (
     BatchContent,
     BatchMeans,
     LineTime,
     RankTotals,
-    compare,
+    encode,
 )
-from lightning_gputime._session.ranks import Exchange, encode
 
 STRAGGLER, LAYERS = 1, 8
 PHASES = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}
@@ -483,15 +484,18 @@ def simulate(n_ranks: int) -> dict[str, Any]:
                 round(chance.uniform(0.9, 1.0), 3),
                 round(chance.uniform(0.1, 0.2), 3),
                 0.02,
-                round(wait_ms / 11, 3),
-                "backward",
+                {
+                    "forward": round(chance.uniform(0.3, 0.4), 3),
+                    "backward": round(chance.uniform(0.6, 0.8), 3),
+                    "backward/comm": round(wait_ms / 11, 3),
+                },
             )
             for i in range(11)
         ]
         if more_ms:
             text = "`Augment.__call__` (data.py:31)"
             name, caller = "Augment.__call__", "Dataset.__getitem__"
-            lines.insert(0, LineTime(text, name, caller, 12.1, 0.0, 12.1, 0.1, 0.0, ""))
+            lines.insert(0, LineTime(text, name, caller, 12.1, 0.0, 12.1, 0.1, {"data": 12.1}))
         totals = {**phases_ms, "step": step_ms, "backward/comm": wait_ms}
         return RankTotals(
             {name: (n * ms, n) for name, ms in totals.items()},

@@ -20,9 +20,6 @@ from lightning_gputime._measurement.observers import Section as Section
 from lightning_gputime._measurement.observers import StepObserver as StepObserver
 from lightning_gputime._measurement.outside import OutsideCause as OutsideCause
 from lightning_gputime._measurement.outside import OutsideSummary as OutsideSummary
-from lightning_gputime._measurement.ranks import RankHistory as RankHistory
-from lightning_gputime._measurement.ranks import RankStats as RankStats
-from lightning_gputime._measurement.ranks import RankSummary as RankSummary
 from lightning_gputime._measurement.slow import Cause as Cause
 from lightning_gputime._measurement.slow import SlowStep as SlowStep
 from lightning_gputime._measurement.slow import SlowSummary as SlowSummary
@@ -35,6 +32,9 @@ from lightning_gputime._output.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._output.table import Table as Table
 from lightning_gputime._phases import StepTimes as StepTimes
 from lightning_gputime._phases import Timeline as Timeline
+from lightning_gputime._ranks.comparison import RankStats as RankStats
+from lightning_gputime._ranks.comparison import RankSummary as RankSummary
+from lightning_gputime._ranks.over_time import RankHistory as RankHistory
 from lightning_gputime._runs.compare import LineChange as LineChange
 from lightning_gputime._runs.compare import RunComparison as RunComparison
 from lightning_gputime._runs.compare import compare as compare

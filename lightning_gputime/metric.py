@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_gputime._measurement.ranks import STEP, BatchMeans, RankTotals, compare
+from lightning_gputime._measurement.sums import STEP
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
     PHASES,
@@ -18,6 +18,8 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
+from lightning_gputime._ranks.comparison import compare
+from lightning_gputime._ranks.totals import BatchMeans, RankTotals
 
 
 class PhaseTimeMetric(Metric):

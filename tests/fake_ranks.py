@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FakeWork, HashStore
 from torch.distributed import ProcessGroup, Work, _functional_collectives
 
 from lightning_gputime import GPUPhaseHooks, phase
-from lightning_gputime._session.ranks import Exchange
+from lightning_gputime._ranks.exchange import Exchange
 from lightning_gputime._timer import Timer
 
 COMM_MS = 3.0
@@ -172,7 +172,7 @@ def train_ranks(
     store = HashStore()
     for rank, body in [*enumerate(bodies)][::-1]:
         open_exchange = partial(Exchange, store, rank, len(bodies))
-        monkeypatch.setattr("lightning_gputime._session.ranks.open_exchange", open_exchange)
+        monkeypatch.setattr("lightning_gputime._ranks.exchange.open_exchange", open_exchange)
         loop = Loop(FakeGPU())
         given = {"lines": True, "every_n_steps": 1, **options, **(of_ranks or {}).get(rank, {})}
         with hooks(loop, **given) as timer:

@@ -16,11 +16,11 @@ from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import SAMPLER, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
-from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime._ranks.comparison import RankSummary
 
 LOADER = TrainingSetup(has_loader=True, num_workers=2, pin_memory=True, cores=16)
 STEP = {"data": 0.4, "forward": 4.0, "loss": 0.2, "backward": 8.0, "optimizer": 1.0, "other": 0.1}

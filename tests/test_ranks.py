@@ -6,9 +6,10 @@ import pickle
 import random
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,32 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, raw, steps
 from fake_loop import Logger, Loop, hooks, run_of, timed_indices, with_facts
-from fake_ranks import train_ranks
+from fake_ranks import Ranks, reduce, train_ranks
 from processes import finish, run, start
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from lightning_gputime import GPUPhaseHooks, load
-from lightning_gputime._measurement.ranks import (
+from lightning_gputime._ledger.rows import LineRow, PhasePart
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._output import page as report
+from lightning_gputime._ranks.comparison import RankSummary, compare
+from lightning_gputime._ranks.exchange import Agreement, Exchange
+from lightning_gputime._ranks.heat_map import heat_maps
+from lightning_gputime._ranks.totals import (
     BatchContent,
     BatchMeans,
     LineTime,
     PhaseTotals,
-    RankSummary,
     RankTotals,
     StepWindows,
-    compare,
+    decode,
+    encode,
+    line_times,
     since,
     totals_of,
 )
-from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._output import page as report
-from lightning_gputime._output.ranks import heat_maps
 from lightning_gputime._runs.saved import save
-from lightning_gputime._session.ranks import Agreement, Exchange, decode, encode
 
 SCRIPT = Path(__file__).parent / "rank_run.py"
 
@@ -47,13 +51,20 @@ SLOWER = "slower than the median of the others, in"
 
 
 def totals(
-    steps: int = 10, comm: float = 0.0, late: str = "", late_ms: float = 3.0, **more: Any
+    steps: int = 10,
+    comm: float = 0.0,
+    late: str = "",
+    late_ms: float = 3.0,
+    phases_ms: Mapping[str, float] = BALANCED,
+    **more: Any,
 ) -> RankTotals:
     """Return the totals of a rank that waits `comm` ms, and is slower in the phase `late`."""
-    ms = {name: base + (late_ms if name == late else 0.0) for name, base in BALANCED.items()}
-    ms["backward"] += comm
-    all_ms = {**ms, "step": sum(ms.values()), "backward/comm": comm}
-    return RankTotals({name: (ms * steps, steps) for name, ms in all_ms.items()}, **more)
+    ms = {**BALANCED, **phases_ms}
+    ms |= {"backward": ms["backward"] + comm, "backward/comm": comm}
+    if late:
+        ms[late] += late_ms
+    ms["step"] = sum(ms for name, ms in ms.items() if "/" not in name)
+    return RankTotals({name: (ms * steps, steps) for name, ms in ms.items()}, **more)
 
 
 def with_phases(totals: RankTotals, phases: PhaseTotals) -> RankTotals:
@@ -102,6 +113,28 @@ def test_straggler_and_its_phase_are_named(
     assert (ranks.rows[phase].max_ms, ranks.rows[phase].max_rank) == (max_ms, slowest)
 
 
+DATA = {"data": 1.25, "data/comm": 0.5, "data/fetch": 0.5, "data/copy": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("usual_ms", "late_ms", "named"),
+    [
+        (DATA, {**DATA, "data": 6.1, "data/fetch": 5.0}, "data/fetch"),
+        (DATA, {**DATA, "data": 6.1, "data/fetch": 2.8, "data/copy": 2.7}, "data/copy"),
+        # Neither part has most of the difference.
+        (DATA, {**DATA, "data": 6.1, "data/fetch": 2.7, "data/copy": 2.6}, "data"),
+        ({}, {"callbacks": 5.0}, "callbacks"),
+        ({"forward/comm": 0.0}, {"forward": 7.0, "forward/comm": 0.0}, "forward compute"),
+    ],
+)
+def test_slowest_part_excludes_waits(
+    usual_ms: dict[str, float], late_ms: dict[str, float], named: str
+) -> None:
+    ranks = compared([totals(phases_ms=usual_ms), totals(phases_ms=late_ms)])
+    assert (ranks.straggler, ranks.phase) == (1, named.removesuffix(" compute"))
+    assert ranks.sentence.endswith(f"{SLOWER} {named}")
+
+
 NOISE: Any = {"steps": 40, "deviation_ms": 0.2422 * math.sqrt(40)}
 """Noise for which 1.370 ms are four standard errors of the difference between two ranks."""
 
@@ -147,96 +180,6 @@ def test_equally_slow_ranks_are_named_together(late_ms: list[float], named: str)
     assert ranks.straggler == late_ms.index(3.0)
 
 
-# Noise: the standard error of the mean of n steps is their deviation divided by sqrt(n).
-
-
-def test_noise_is_measured_on_the_local_time() -> None:
-    local = BatchMeans()
-    assert local.deviation_ms == 0.0
-    labels, host_ns = ("data", "forward", "<waits>", "<continues>"), (0, 1, 2, 3, 4)
-    for ms in [(1.0, 2.0, 40.0, 1.0), (1.0, 2.0, 0.0, 4.0), (2.0, 2.0, 9.0, 2.0)]:
-        local.add([raw(0)._replace(labels=labels, device_ms=ms, host_ns=host_ns)])
-    # The local times are 4, 7 and 6 ms. The estimate assumes that 10 successive steps are
-    # correlated, and doubles a deviation of only three values.
-    assert local.deviation_ms == pytest.approx(statistics.stdev([4, 7, 6]) * math.sqrt(10) * 2)
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_noise_of_correlated_steps_is_not_underestimated(correlation: float) -> None:
-    chance, local, ms = random.Random(0), BatchMeans(), 0.0
-    for _ in range(5000):
-        ms = correlation * ms + chance.gauss(0.0, math.sqrt(1 - correlation**2))
-        local.take(ms)
-    expected = math.sqrt((1 + correlation) / (1 - correlation))
-    assert expected <= local.deviation_ms <= 3 * expected
-    assert len(local._means_ms) < 64
-
-
-@pytest.mark.parametrize(
-    ("slow_steps", "more_ms"),
-    [
-        # Both ranks are slow for 100 steps at a time: one in half of the steps, one in a quarter.
-        (({*range(100), *range(200, 300)}, {*range(100, 200)}), 4.0),
-        # A single stall on one rank.
-        (({307}, set()), 400.0),
-    ],
-)
-def test_rank_that_is_slow_in_some_of_the_steps_is_not_named(
-    slow_steps: tuple[set[int], set[int]], more_ms: float
-) -> None:
-    def rank(slow: set[int]) -> RankTotals:
-        local = BatchMeans()
-        steps = [raw(i, forward=10.0 + more_ms * (i in slow)) for i in range(400)]
-        local.add(steps)
-        return totals_of(Sums(steps), local.deviation_ms)
-
-    ranks = compared(map(rank, slow_steps))
-    assert ranks.excess_ms == pytest.approx(1.0)
-    assert ranks.straggler is None
-    assert ranks.suspect == 0
-    assert ranks.error_ms is not None
-    assert ranks.excess_ms < 4 * ranks.error_ms
-
-
-def totals_with(**phases_ms: float) -> RankTotals:
-    """Return totals with given times of some phases. `data__fetch` means `data/fetch`."""
-    names = {name.replace("__", "/"): (10 * ms, 10) for name, ms in phases_ms.items()}
-    phases = {**totals().phases, **names}
-    step_ms = sum(ms for name, (ms, _) in phases.items() if "/" not in name and name != "step")
-    return RankTotals({**phases, "step": (step_ms, 10)})
-
-
-DATA_PARTS = totals_with(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5)
-
-
-@pytest.mark.parametrize(
-    ("usual", "late", "named"),
-    [
-        (
-            DATA_PARTS,
-            totals_with(data=6.0, data__fetch=5.0, data__copy=0.5, data__comm=0.5),
-            "data/fetch",
-        ),
-        (
-            DATA_PARTS,
-            totals_with(data=6.4, data__fetch=3.0, data__copy=2.9, data__comm=0.5),
-            "data/copy",
-        ),
-        (totals_with(), totals_with(callbacks=5.0), "callbacks"),
-        (
-            totals_with(forward__comm=0.0),
-            totals_with(forward=7.0, forward__comm=0.0),
-            "forward compute",
-        ),
-    ],
-)
-def test_slowest_part_excludes_waits(usual: RankTotals, late: RankTotals, named: str) -> None:
-    ranks = compared([usual, late])
-    assert ranks.straggler == 1
-    assert named.startswith(ranks.phase)
-    assert ranks.sentence.endswith(f"{SLOWER} {named}")
-
-
 def test_rank_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
     often = with_phases(totals(), {"save": (20.0, 10)})
     seldom = with_phases(totals(), {"save": (6.0, 1)})
@@ -266,6 +209,68 @@ def test_window_is_the_difference_of_two_totals() -> None:
     assert since(now, None) is now
 
 
+# Noise: the standard error of the mean of n steps is their deviation divided by sqrt(n).
+
+
+def test_noise_is_measured_on_the_local_time() -> None:
+    local = BatchMeans()
+    assert local.deviation_ms == 0.0
+    labels, host_ns = ("data", "forward", "<waits>", "<continues>"), (0, 1, 2, 3, 4)
+    for ms in [(1.0, 2.0, 40.0, 1.0), (1.0, 2.0, 0.0, 4.0), (2.0, 2.0, 9.0, 2.0)]:
+        local.add([raw(0)._replace(labels=labels, device_ms=ms, host_ns=host_ns)])
+    # The local times are 4, 7 and 6 ms. The estimate assumes that 10 successive steps are
+    # correlated, and doubles a deviation of only three values.
+    assert local.deviation_ms == pytest.approx(statistics.stdev([4, 7, 6]) * math.sqrt(10) * 2)
+    assert local.windows.wait_ms == [40.0, 0.0, 9.0]
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+def test_noise_of_correlated_steps_is_not_underestimated(correlation: float) -> None:
+    chance, local, ms = random.Random(0), BatchMeans(), 0.0
+    for _ in range(5000):
+        ms = correlation * ms + chance.gauss(0.0, math.sqrt(1 - correlation**2))
+        local.take(ms)
+    expected = math.sqrt((1 + correlation) / (1 - correlation))
+    assert expected <= local.deviation_ms <= 3 * expected
+
+
+@pytest.mark.parametrize(
+    ("slow_steps", "more_ms"),
+    [
+        # Both ranks are slow for 100 steps at a time: one in half of the steps, one in a quarter.
+        (({*range(100), *range(200, 300)}, {*range(100, 200)}), 4.0),
+        # A single stall on one rank.
+        (({307}, set()), 400.0),
+    ],
+)
+def test_rank_that_is_slow_in_some_of_the_steps_is_not_named(
+    slow_steps: tuple[set[int], set[int]], more_ms: float
+) -> None:
+    def rank(slow: set[int]) -> RankTotals:
+        local = BatchMeans()
+        steps = [raw(i, forward=10.0 + more_ms * (i in slow)) for i in range(400)]
+        local.add(steps)
+        return totals_of(Sums(steps), local.deviation_ms)
+
+    ranks = compared(map(rank, slow_steps))
+    assert ranks.excess_ms == pytest.approx(1.0)
+    assert (ranks.straggler, ranks.suspect) == (None, 0)
+    assert ranks.error_ms is not None
+    assert ranks.excess_ms < 4 * ranks.error_ms
+
+
+def test_blocks_of_a_rank_are_its_windows() -> None:
+    local = BatchMeans()
+    for number in range(1000):
+        local.take(float(number), 1.0, 10 + number)
+    windows = local.windows
+    assert (windows.steps, windows.n, len(windows.first)) == (16, 1000, 62)
+    assert windows.first[:2] == [10, 26]
+    assert windows.local_ms[:2] == [7.5, 23.5]
+    assert windows.wait_ms == [1.0] * 62
+    assert windows.newest_ms == [*map(float, range(968, 1000))]
+
+
 # The line of the straggler
 
 
@@ -275,6 +280,14 @@ def augment(loop: Loop) -> None:
 
 def attend(loop: Loop) -> None:
     loop.gpu.work(12.0)
+
+
+def tokenize(loop: Loop) -> None:
+    loop.gpu.host_work(16.0)
+
+
+def resize(loop: Loop) -> None:
+    loop.gpu.host_work(6.0)
 
 
 def usual(loop: Loop, x: Tensor) -> None:
@@ -305,6 +318,13 @@ def line_of(function: Any) -> str:
     return f"`{function.__name__}` (test_ranks.py:{function.__code__.co_firstlineno + 1})"
 
 
+def ranks_of(monkeypatch: pytest.MonkeyPatch, *bodies: Any, **options: Any) -> RankSummary:
+    """Train a rank with each body, and return their comparison."""
+    ranks = train_ranks(monkeypatch, bodies, **options).summary().ranks
+    assert ranks is not None
+    return ranks
+
+
 @pytest.mark.parametrize(
     ("usual", "late", "line", "pace", "ms"),
     [
@@ -329,7 +349,7 @@ def test_line_of_the_straggler_is_named_with_its_pace(
     assert ranks is not None
     slower = f"rank 1 is {ms} ms per step slower than the median of the others"
     assert ranks.sentence == f"{slower}, in {line_of(line)}, {pace}"
-    assert (ranks.straggler, ranks.line) == (1, line_of(line))
+    assert (ranks.straggler, ranks.line, ranks.phase) == (1, line_of(line), "other")
     assert ranks.line_ms == pytest.approx(ms, abs=0.1)
     assert ranks.pattern == "same"
     note = f"the same rank is last in 40 of 40 steps, which costs {ms} ms per step"
@@ -337,34 +357,55 @@ def test_line_of_the_straggler_is_named_with_its_pace(
     assert {ranks.sentence, *ranks.notes} <= {*summary.notes}
 
 
+def test_phase_is_that_of_the_line_where_hosts_hide_work_in_another(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collectives = Ranks(FakeGPU(), monkeypatch)
+
+    def usual(loop: Loop, x: Tensor) -> None:
+        collectives.gpu = loop.gpu
+        out = loop.model(x)
+        for _ in range(2):
+            reduce()  # Each takes 3 ms, so they hide 6 of the 16 ms of `tokenize`.
+        train_rest(loop, out)
+
+    def late(loop: Loop, x: Tensor) -> None:
+        resize(loop)  # 1 of the 6 ms is hidden by the copy of the batch.
+        train_rest(loop, loop.model(x))
+
+    def train_rest(loop: Loop, out: Tensor) -> None:
+        tokenize(loop)
+        loop.tail(out).backward()
+        loop.update()
+        wait(loop.gpu)
+
+    ranks = ranks_of(monkeypatch, usual, late)
+    # Without waits, the loss takes 12.5 instead of 5.5 ms, but the other host works as long in it.
+    loss = ranks.rows["loss"]
+    assert (loss.max_ms, loss.min_ms, ranks.rows["loss/comm"].max_ms) == (12.5, 11.5, 6.0)
+    assert ranks.rows["other"].max_ms == 5.0
+    assert (ranks.straggler, ranks.phase) == (1, "other")
+    assert ranks.excess_ms == pytest.approx(6.0, abs=0.01)
+    assert (ranks.line, ranks.line_ms) == (line_of(resize), 5.0)
+    assert ranks.sentence.endswith(f"median of the others, mostly in {line_of(resize)}, host-paced")
+
+
 @pytest.mark.parametrize("without_lines", [[0, 1], [1], [0]])
 def test_ranks_without_lines_compare_phases(
     without_lines: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {rank: {"lines": False} for rank in without_lines}
-    ranks = train_ranks(monkeypatch, [usual, attends], of_ranks=options).summary().ranks
-    assert ranks is not None
-    assert ranks.line == ""
-    assert ranks.sentence == f"rank 1 is 12 ms per step {SLOWER} other"
+    ranks = ranks_of(monkeypatch, usual, attends, of_ranks=options)
+    assert (ranks.line, ranks.sentence) == ("", f"rank 1 is 12 ms per step {SLOWER} other")
 
 
 def test_larger_batches_of_the_straggler_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = train_ranks(monkeypatch, [usual, attends, usual], samples={1: 4})
-    ranks = timer.summary().ranks
-    assert ranks is not None
+    ranks = ranks_of(monkeypatch, usual, attends, usual, samples={1: 4})
     assert ranks.batch == "4.0 times the elements of the others (8 and 2 per step)"
     assert ranks.notes[0] == f"rank 1 has {ranks.batch}"
 
 
-def slow_host(loop: Loop, x: Tensor) -> None:
-    host_bound(loop, x, 2.0)
-
-
-def usual_host(loop: Loop, x: Tensor) -> None:
-    host_bound(loop, x, 1.0)
-
-
-def host_bound(loop: Loop, x: Tensor, factor: float) -> None:
+def host_bound(loop: Loop, x: Tensor, factor: float = 1.0) -> None:
     """Keep the host busy in each phase, for longer than the device."""
     loop.gpu.host_work(4.0 * factor)
     out = loop.model(x)
@@ -379,15 +420,13 @@ def host_bound(loop: Loop, x: Tensor, factor: float) -> None:
 def test_host_that_is_slower_in_all_lines_is_named_in_long_runs_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bodies = [usual_host, slow_host]
-    short = train_ranks(monkeypatch, bodies, lines=False).summary().ranks
-    assert short is not None
+    bodies = host_bound, partial(host_bound, factor=2.0)
+    short = ranks_of(monkeypatch, *bodies, lines=False)
     # In 3 s, one of two equal hosts may be that much slower by chance.
     assert (short.straggler, short.sentence, short.suspect) == (None, "", 1)
     assert short.error_ms is not None
     assert short.excess_ms < 4 * short.error_ms
-    long = train_ranks(monkeypatch, bodies, n=400).summary().ranks
-    assert long is not None
+    long = ranks_of(monkeypatch, *bodies, n=400)
     assert long.straggler == 1
     assert long.factor == pytest.approx(2.0, rel=0.1)
     assert "because its host needs 2.0 times as long for every line: its CPU is" in long.sentence
@@ -428,9 +467,24 @@ def test_line_is_named_on_a_host_that_is_slower_too(monkeypatch: pytest.MonkeyPa
             augment(loop)
         host_bound(loop, x, 1.2)
 
-    ranks = train_ranks(monkeypatch, [usual_host, late]).summary().ranks
-    assert ranks is not None
+    ranks = ranks_of(monkeypatch, host_bound, late)
     assert (ranks.straggler, ranks.line) == (1, line_of(augment))
+
+
+def line(
+    name: str,
+    gpu_ms: float = 0.0,
+    *,
+    host_ms: float = 0.0,
+    busy_ms: float = 0.0,
+    error_ms: float = 0.1,
+    caller: str = "",
+    phases_ms: Mapping[str, float] | None = None,
+) -> LineTime:
+    """Return the times of a function, in forward by default."""
+    phases_ms = phases_ms or {"forward": host_ms + gpu_ms}
+    text = f"`{name}` (net.py:1)"
+    return LineTime(text, name, caller, host_ms, gpu_ms, busy_ms, error_ms, phases_ms)
 
 
 @pytest.mark.parametrize(
@@ -439,6 +493,8 @@ def test_line_is_named_on_a_host_that_is_slower_too(monkeypatch: pytest.MonkeyPa
         # The other rank's host needs as long, while its GPU waits.
         ({"host_ms": 9.0, "busy_ms": 10.0}, None, 0.0),
         ({"host_ms": 9.0, "busy_ms": 10.4}, None, 0.4),
+        # All of the rest may be drift of the host.
+        ({"host_ms": 9.0, "busy_ms": 12.5}, None, 2.5),
         # It does not need this time, or this line.
         ({"host_ms": 9.0, "busy_ms": 17.5}, 0, 7.5),
         ({"host_ms": 1.0, "gpu_ms": 8.0, "busy_ms": 10.0}, 0, 8.0),
@@ -448,16 +504,15 @@ def test_work_that_other_hosts_hide_behind_waits_makes_no_straggler(
     late: dict[str, float], straggler: int | None, excess_ms: float
 ) -> None:
     def rank(host_ms: float, busy_ms: float, gpu_ms: float = 0.0) -> RankTotals:
-        n, forward_ms = 40, host_ms + gpu_ms
-        wait_ms = 10.0 - forward_ms
+        n, wait_ms = 40, 10.0 - host_ms - gpu_ms
         ms = {"forward": 10.0, "forward/comm": wait_ms, "optimizer": 1.0, "step": 11.0}
         return RankTotals(
             {name: (n * each_ms, n) for name, each_ms in ms.items()},
             1.0,
-            {"forward": host_ms / forward_ms, "optimizer": 1.0},
+            {"forward": host_ms / 10.0, "optimizer": 1.0},
             [
-                LineTime("`f` (net.py:1)", "f", "", 0.0, gpu_ms, 0.0, 0.01, 0.0, ""),
-                LineTime("`g` (net.py:2)", "g", "", host_ms, 0.0, busy_ms, 0.01, 0.0, ""),
+                line("f", gpu_ms, error_ms=0.01),
+                line("g", host_ms=host_ms, busy_ms=busy_ms, error_ms=0.01),
             ],
             busy_ms=busy_ms,
         )
@@ -467,82 +522,107 @@ def test_work_that_other_hosts_hide_behind_waits_makes_no_straggler(
     assert ranks.excess_ms == pytest.approx(excess_ms)
 
 
-def test_line_of_one_rank_names_the_straggler_where_its_total_is_uncertain() -> None:
-    def rank(*lines: tuple[str, float, float], late_ms: float = 0.0) -> RankTotals:
-        times = [
-            LineTime(f"`{name}` (net.py:1)", name, "", 0.0, ms, 0.0, error_ms, 0.0, "")
-            for name, ms, error_ms in lines
-        ]
-        return totals(late="forward", late_ms=late_ms, deviation_ms=4.0, lines=times)
-
-    usual = rank(("model", 10.0, 0.1))
-    late = rank(("augment", 3.0, 0.1), ("model", 10.0, 0.1), late_ms=3.0)
-    ranks = compared([usual, usual, late])
-    assert (ranks.straggler, ranks.line) == (2, "`augment` (net.py:1)")
-    # A line that all ranks have, that is short, or that is uncertain, may be longer by chance.
-    for line, late_ms in (
-        (("model", 13.0, 0.1), 3.0),
-        (("augment", 1.4, 0.1), 1.4),
-        (("augment", 3.0, 1.6), 3.0),
-    ):
-        ranks = compared([usual, usual, rank(line, ("rest", 1.0, 0.1), late_ms=late_ms)])
-        assert (ranks.straggler, ranks.suspect) == (None, 2)
-
-
-def test_line_that_other_ranks_count_for_its_caller_is_compared() -> None:
-    def rank(*lines: tuple[str, float], late_ms: float = 0.0) -> RankTotals:
-        times = [
-            LineTime(f"`{name}` (net.py:1)", name, "outer", 0.0, ms, 0.0, 0.1, 0.0, "")
-            for name, ms in lines
-        ]
-        return totals(late="forward", late_ms=late_ms, lines=times)
-
-    # Here the caller is longer by 3 ms. The other ranks count `inner` for it.
-    usual = rank(("outer", 10.0), ("other", 5.0))
-    late = rank(("inner", 9.0), ("outer", 4.0), ("other", 5.0), late_ms=3.0)
-    ranks = compared([usual, usual, late])
-    assert ranks.line == "`inner` (net.py:1)"
-    assert ranks.line_ms == pytest.approx(3.0)
-
-
-def test_factor_is_named_instead_of_the_longest_of_lines_that_are_all_longer() -> None:
-    def rank(factor: float, **options: Any) -> RankTotals:
-        lines = [
-            LineTime(f"`{name}` (net.py:1)", name, "", 0.0, factor * ms, 0.0, 0.1, 0.0, "")
-            for name, ms in (("forward", 9.0), ("loss", 2.0), ("step", 1.0))
-        ]
-        shares = dict.fromkeys(BALANCED, 0.0)
-        return totals(lines=lines, host_shares=shares, **options)
-
-    ranks = compared([rank(1.0), rank(1.0), rank(1.25, late="forward")])
-    assert (ranks.straggler, ranks.line, ranks.factor) == (2, "", 1.25)
-    assert ranks.sentence == (
-        "rank 2 is 3 ms per step slower than the median of the others, because its GPU needs 1.2"
-        " times as long for every line: its clocks are lower, or its batches larger"
-    )
+MODEL = line("model", 10.0)
+TWELVE = [line(f"f{i}", host_ms=2.0, busy_ms=2.0) for i in range(12)]
 
 
 @pytest.mark.parametrize(
-    ("waits", "why"),
+    ("usual", "late", "late_ms", "deviation_ms", "straggler", "named"),
     [
-        ((0.4, 0.02), "it waits for a CPU core for 40 % of the time (others 2 %)"),
-        ((0.4, 0.3), "its CPU is shared or slower"),
-        ((0.05, 0.0), "its CPU is shared or slower"),
-        ((None, None), "its CPU is shared or slower"),
+        # A line of this rank only is evidence, even if the local times vary.
+        ([MODEL], [line("augment", 3.0), MODEL], 3.0, 4.0, 2, "augment"),
+        # A line that all ranks have, that is short, or that is uncertain, may be longer by chance.
+        ([MODEL], [line("model", 13.0), line("rest", 1.0)], 3.0, 4.0, None, "model"),
+        ([MODEL], [line("augment", 1.4), line("rest", 1.0)], 1.4, 4.0, None, "augment"),
+        ([MODEL], [line("augment", 3.0, error_ms=1.6), MODEL], 3.0, 4.0, None, "augment"),
+        # A line within its error, or with less than half of the excess, is not even named.
+        ([line("model", 4.0)], [line("model", 7.0, error_ms=3.5)], 3.0, 0.0, 2, ""),
+        ([MODEL], [line("model", 13.0)], 7.0, 0.0, 2, ""),
+        # The caller is longer by 3 ms. The other ranks count `inner` for it.
+        (
+            [line("outer", 10.0), line("other", 5.0)],
+            [line("inner", 9.0, caller="outer"), line("outer", 4.0), line("other", 5.0)],
+            *(3.0, 0.0, 2, "inner"),
+        ),
+        # The other ranks may not have sent it, because their 12 longest lines take 2 ms.
+        (
+            TWELVE,
+            [line("augment", host_ms=5.0, busy_ms=5.0), *TWELVE[:11]],
+            *(3.0, 0.0, 2, "augment"),
+        ),
     ],
 )
-def test_rank_that_waits_for_a_core_is_told_so(waits: Any, why: str) -> None:
-    def rank(factor: float, core_wait: float | None, **options: Any) -> RankTotals:
-        lines = [
-            LineTime(f"`{name}` (net.py:1)", name, "", ms, 0.0, factor * ms, 0.1, 0.0, "")
-            for name, ms in (("forward", 9.0), ("loss", 2.0), ("step", 1.0))
-        ]
-        return totals(lines=lines, core_wait=core_wait, **options)
+def test_line_is_compared_with_that_of_the_others(
+    usual: list[LineTime],
+    late: list[LineTime],
+    late_ms: float,
+    deviation_ms: float,
+    straggler: int | None,
+    named: str,
+) -> None:
+    def rank(lines: list[LineTime], late_ms: float = 0.0) -> RankTotals:
+        return totals(late="forward", late_ms=late_ms, deviation_ms=deviation_ms, lines=lines)
 
-    usual = rank(1.0, waits[1])
-    late = rank(1.6, waits[0], late="forward", late_ms=9.0)
-    assert compared([usual, late, usual]).sentence.endswith(
-        f"1.6 times as long for every line: {why}"
+    ranks = compared([rank(usual), rank(usual), rank(late, late_ms)])
+    assert (ranks.straggler, ranks.suspect) == (straggler, 2 if straggler is None else None)
+    assert ranks.line == (f"`{named}` (net.py:1)" if named else "")
+    assert ranks.line_ms == pytest.approx(late_ms if named else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("phases_ms", "phase"),
+    [
+        ({"forward": 10.0, "backward": 5.0}, "forward"),
+        # The longest phase of the line is not the one that is longer.
+        ({"forward": 7.0, "backward": 8.0}, "backward"),
+        ({"data/fetch": 8.0, "forward": 7.0}, "data/fetch"),
+        ({"forward": 10.0, "backward": 5.0, "backward/comm": 20.0}, "forward"),
+    ],
+)
+def test_phase_of_the_line_is_the_one_with_the_most_of_its_excess(
+    phases_ms: dict[str, float], phase: str
+) -> None:
+    usual = totals(lines=[line("f", 12.0, phases_ms={"forward": 7.0, "backward": 5.0})])
+    # The phase with the largest difference is another one.
+    late = totals(late="optimizer", lines=[line("f", 15.0, phases_ms=phases_ms)])
+    ranks = compared([usual, late])
+    assert (ranks.line, ranks.phase) == ("`f` (net.py:1)", phase)
+
+
+CLOCKS = "its clocks are lower, or its batches larger"
+CPU = "its CPU is shared or slower"
+
+
+@pytest.mark.parametrize(
+    ("factor", "side", "core_waits", "why"),
+    [
+        (1.25, "GPU", (None, None), CLOCKS),
+        (1.6, "host", (0.4, 0.02), "it waits for a CPU core for 40 % of the time (others 2 %)"),
+        (1.6, "host", (0.4, 0.3), CPU),
+        (1.6, "host", (0.05, 0.0), CPU),
+        (1.6, "host", (None, None), CPU),
+    ],
+)
+def test_factor_is_named_instead_of_the_longest_of_lines_that_are_all_longer(
+    factor: float, side: str, core_waits: tuple[float | None, float | None], why: str
+) -> None:
+    def rank(factor: float, core_wait: float | None, late_ms: float = 0.0) -> RankTotals:
+        times = ("forward", 9.0), ("loss", 2.0), ("step", 1.0)
+        lines = [line(name, factor * ms) for name, ms in times]
+        if side == "host":
+            lines = [line(name, host_ms=ms, busy_ms=factor * ms) for name, ms in times]
+        shares = dict.fromkeys(BALANCED, float(side == "host"))
+        phases = totals(late="forward", late_ms=late_ms)
+        return replace(phases, lines=lines, core_wait=core_wait, host_shares=shares)
+
+    usual = rank(1.0, core_waits[1])
+    late_ms = 3.0 if side == "GPU" else 9.0
+    ranks = compared([usual, usual, rank(factor, core_waits[0], late_ms)])
+    assert (ranks.straggler, ranks.line) == (2, "")
+    assert ranks.factor == pytest.approx(factor)
+    assert ranks.sentence == (
+        f"rank 2 is {late_ms:.0f} ms per step slower than the median of the others, because its"
+        f" {side} needs {factor:.1f} times as long for every line: {why}"
     )
 
 
@@ -570,32 +650,33 @@ def test_rank_with_more_in_its_batches_is_named(batch: BatchContent, named: str)
     assert not compared([usual, totals(batch=batch), usual]).batch
 
 
-def test_line_within_its_error_is_not_named() -> None:
-    def rank(ms: float, **options: Any) -> RankTotals:
-        return totals(
-            lines=[LineTime("`f` (net.py:1)", "f", "", ms, 0.0, ms, 3.5, 0.0, "")], **options
-        )
-
-    ranks = compared([rank(4.0), rank(7.0, late="forward")])
-    assert (ranks.straggler, ranks.line) == (1, "")
-
-
-def test_line_in_which_the_other_ranks_wait_is_named() -> None:
-    def rank(wait_ms: float, phase: str = "optimizer", **options: Any) -> RankTotals:
-        line = LineTime(
-            "`reduce` (net.py:7)", "reduce", "train", 0.1, 0.0, 0.1, 0.1, wait_ms, phase
-        )
-        return totals(lines=[line], **options)
-
-    ranks = compared([rank(3.25), rank(0.0, late="forward"), rank(3.0)])
-    assert ranks.notes == (
-        "the other ranks wait 3.12 ms per step in `reduce` (net.py:7), in optimizer",
-    )
-    assert compared([rank(0.5), rank(0.5)]).notes == ()
-    ranks = compared([rank(3.0, phase="backward"), rank(3.0, phase="backward")])
-    assert ranks.notes == (
-        "ranks wait for each other 3 ms per step in the backward of `reduce` (net.py:7)",
-    )
+@pytest.mark.parametrize(
+    ("late", "phase", "waits_ms", "note"),
+    [
+        (
+            "forward",
+            "optimizer",
+            (3.25, 0.0, 3.0),
+            "the other ranks wait 3.12 ms per step in `reduce` (net.py:1), in optimizer",
+        ),
+        ("", "optimizer", (0.5, 0.5, 0.5), None),
+        # Most ranks do not wait there.
+        ("", "optimizer", (9.0, None, None), None),
+        (
+            "",
+            "backward",
+            (3.0, 3.0, 3.0),
+            "ranks wait for each other 3 ms per step in the backward of `reduce` (net.py:1)",
+        ),
+    ],
+)
+def test_line_in_which_the_other_ranks_wait_is_named(
+    late: str, phase: str, waits_ms: tuple[float | None, ...], note: str | None
+) -> None:
+    phases_ms = [{f"{phase}/comm": ms} if ms is not None else None for ms in waits_ms]
+    lines = [line("reduce", phases_ms=each_ms) for each_ms in phases_ms]
+    by_rank = [totals(late=late if rank == 1 else "", lines=[lines[rank]]) for rank in range(3)]
+    assert compared(by_rank).notes == (() if note is None else (note,))
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -616,100 +697,78 @@ def test_all_ranks_examine_the_same_steps(
 # The straggler over the run
 
 
-def with_windows(*by_rank: Sequence[float], steps: int = 4, newest: Any = None) -> list[RankTotals]:
+def with_windows(
+    *by_rank: Sequence[float], steps: int = 4, newest: Any = None, **more: Any
+) -> list[RankTotals]:
     """Return totals of ranks with these local times in windows."""
-    return [
-        totals(
-            windows=StepWindows(
-                steps,
-                range(0, steps * len(local_ms), steps) if rank == 0 else (),
-                local_ms,
-                [1.0] * len(local_ms),
-                newest[rank] if newest else [],
-                steps * len(local_ms),
-            )
+    windows = [
+        StepWindows(
+            steps,
+            range(0, steps * len(local_ms), steps) if rank == 0 else (),
+            local_ms,
+            [1.0] * len(local_ms),
+            newest[rank] if newest else [],
+            steps * len(local_ms),
         )
         for rank, local_ms in enumerate(by_rank)
     ]
+    return [totals(windows=each, **more) for each in windows]
 
 
 USUAL = [15.0, 15.01, 15.02, 15.0, 15.03] * 4
 
 
-def late_in(windows: Iterable[int], ms: float = 8.0) -> list[float]:
-    return [usual_ms + ms * (i in windows) for i, usual_ms in enumerate(USUAL)]
+def late_in(windows: Iterable[int], ms: float = 8.0, else_ms: float = 0.0) -> list[float]:
+    """Return the local times of a rank that is late by `ms` in some of 20 windows."""
+    return [usual_ms + (ms if i in windows else else_ms) for i, usual_ms in enumerate(USUAL)]
+
+
+IN_TURN = [late_in(range(rank, 20, 4)) for rank in range(4)]
+OF_TWO = [late_in(range(rank, 20, 2)) for rank in range(2)]
+IN_EACH_STEP = [[15.0 + 6.0 * (i % 4 == rank) for i in range(32)] for rank in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "pattern", "note"),
+    ("by_rank", "more", "pattern", "end"),
     [
-        ([USUAL] * 4, "", None),
-        (
-            [USUAL, late_in(range(8, 10)), USUAL],
-            "transient",
-            "rank 1 is last only in steps 32 to 39, which costs 0.8 ms per step over the run",
-        ),
-        (
-            [USUAL, late_in([2, 11, 17]), USUAL],
-            "transient",
-            "rank 1 is last only in 3 of 20 windows of 4 steps, which costs 1.2 ms per step over"
-            " the run",
-        ),
-        (
-            [late_in(range(rank, 20, 4)) for rank in range(4)],
-            "rotating",
-            "the straggler changes: 4 ranks are last in turn in 20 of 20 windows of 4 steps, which"
-            " costs 8 ms per step",
-        ),
-        (
-            [late_in(range(rank, 20, 2)) for rank in range(2)],
-            "rotating",
-            "the straggler changes: 2 ranks are last in turn in 20 of 20 windows of 4 steps, which"
-            " costs 8 ms per step",
-        ),
+        ([USUAL] * 4, {}, "", None),
+        ([late_in(range(8, 10))], {}, "transient", "steps 32 to 39, which costs 0.8 ms"),
+        ([late_in([2, 11, 17])], {}, "transient", "3 of 20 windows of 4 steps, which costs 1.2 ms"),
+        ([late_in([19])], {"steps": 1}, "transient", "step 19, which costs 0.4 ms"),
         # Rank 1 is last in all windows, but most of them are too noisy to tell.
-        (
-            [USUAL, [ms + (8.0 if i in (4, 5) else 0.7) for i, ms in enumerate(USUAL)], USUAL],
-            "transient",
-            "rank 1 is last only in steps 16 to 23, which costs 0.8 ms per step over the run",
-        ),
-        (
-            [USUAL, [ms + (3.2 if i in (4, 5) else 0.7) for i, ms in enumerate(USUAL)], USUAL],
-            "",
-            None,
-        ),
+        ([late_in([4, 5], 8.0, 0.7)], {}, "transient", "steps 16 to 23, which costs 0.8 ms"),
+        ([late_in([4, 5], 3.2, 0.7)], {}, "", None),
         # Half of the windows, always by the same rank: none of the three.
-        ([USUAL, late_in(range(0, 20, 2)), USUAL], "", None),
+        ([late_in(range(0, 20, 2))], {}, "", None),
         # It costs 0.1 ms of 15 per step.
-        ([USUAL, late_in([8], 2.0), USUAL], "", None),
-    ],
-    ids=[
-        *("balanced", "transient", "several times", "rotating", "in turn", "nearly transient"),
-        *("unclear", "often", "cheap"),
+        ([late_in([8], 2.0)], {}, "", None),
+        (IN_TURN, {}, "rotating", "20 of 20 windows of 4 steps, which costs 8 ms"),
+        (OF_TWO, {}, "rotating", "20 of 20 windows of 4 steps, which costs 8 ms"),
+        # If hosts are busy for 80 % of the step, they may hide their work.
+        (IN_TURN, {"busy_ms": 11}, "rotating", "20 of 20 windows of 4 steps, which costs 8 ms"),
+        (IN_TURN, {"busy_ms": 13}, "", None),
+        # It changes in each step, so only the newest steps show it.
+        (
+            [USUAL] * 4,
+            {"newest": IN_EACH_STEP},
+            "rotating",
+            "32 of the newest 32 steps, which costs 6 ms",
+        ),
     ],
 )
 def test_pattern_of_the_straggler_over_the_run(
-    by_rank: list[list[float]], pattern: str, note: str | None
+    by_rank: list[list[float]], more: dict[str, Any], pattern: str, end: str | None
 ) -> None:
-    ranks = compared(with_windows(*by_rank))
+    if len(by_rank) == 1:  # These are the times of rank 1.
+        by_rank = [USUAL, *by_rank, USUAL]
+    ranks = compared(with_windows(*by_rank, **more))
     assert (ranks.straggler, ranks.pattern) == (None, pattern)
-    assert ranks.notes == (() if note is None else (note,))
-
-
-@pytest.mark.parametrize(("busy_ms", "pattern"), [(11.0, "rotating"), (13.0, "")])
-def test_no_rank_is_last_in_turn_if_hosts_hide_their_work(busy_ms: float, pattern: str) -> None:
-    ranks = with_windows(*(late_in(range(rank, 20, 4)) for rank in range(4)))
-    assert compared(replace(rank, busy_ms=busy_ms) for rank in ranks).pattern == pattern
-
-
-def test_straggler_that_changes_in_each_step_shows_in_the_newest_steps() -> None:
-    newest = [[15.0 + 6.0 * (i % 4 == rank) for i in range(32)] for rank in range(4)]
-    ranks = compared(with_windows(*[USUAL] * 4, newest=newest))
-    assert ranks.pattern == "rotating"
-    assert ranks.notes == (
-        "the straggler changes: 4 ranks are last in turn in 32 of the newest 32 steps, which costs"
-        " 6 ms per step",
-    )
+    notes = {
+        "transient": f"rank 1 is last only in {end} per step over the run",
+        "rotating": f"the straggler changes: {len(by_rank)} ranks are last in turn in {end}"
+        " per step",
+    }
+    assert ranks.notes == ((notes[pattern],) if pattern else ())
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 64, 1024])
@@ -731,17 +790,6 @@ def test_windows_that_have_not_arrived_are_unknown() -> None:
     assert history.local_ms[1] == pytest.approx((1.0, 3.0, math.nan), nan_ok=True)
     for absent_ms in history.local_ms[2:]:
         assert absent_ms == pytest.approx([math.nan] * 3, nan_ok=True)
-
-
-def test_blocks_of_a_rank_are_its_windows() -> None:
-    local = BatchMeans()
-    for number in range(1000):
-        local.take(float(number), 1.0, 10 + number)
-    windows = local.windows
-    assert (windows.steps, windows.n, len(windows.first)) == (16, 1000, 62)
-    assert windows.first[:2] == [10, 26]
-    assert windows.local_ms[:2] == [7.5, 23.5]
-    assert windows.newest_ms == [*map(float, range(968, 1000))]
 
 
 # The picture
@@ -803,21 +851,37 @@ def test_summary_shows_the_heat_map_in_a_terminal_only(monkeypatch: pytest.Monke
 # The exchange of totals, from all ranks to rank zero
 
 
+def test_times_of_a_line_are_sent_by_phase_without_most_sub_phases() -> None:
+    parts = {
+        "forward": PhasePart(1.0, 2.0),
+        "forward/body": PhasePart(3.0),
+        "data/fetch": PhasePart(0.0, 4.0),
+        "backward/comm": PhasePart(5.0),
+    }
+    row = LineRow("f", "net.py", 7, phases=parts, busy_ms=7.0, path=("main (train.py:1)",))
+    # Time that no examined step shows, and time outside of steps, are not sent.
+    [sent] = line_times([row, LineRow("", phases=parts), replace(row, entry="validation")])
+    assert sent.phases_ms == {"forward": 6.0, "data/fetch": 4.0, "backward/comm": 5.0}
+    assert sent[:6] == ("`f` (net.py:7)", "f", "main", 6.0, 4.0, 7.0)
+    assert (sent.local_ms, sent.longest_ms) == (10.0, 15.0)
+
+
 def test_exchange_of_1024_ranks_is_small() -> None:
     chance, local = random.Random(0), BatchMeans()
     for number in range(10_000):
         local.take(chance.gauss(15.0, 0.3), chance.gauss(12.0, 0.3), number)
+
+    def ms(longest_ms: float) -> float:
+        return round(chance.uniform(0.0, longest_ms), 3)
+
+    phases = "forward", "backward", "backward/comm"
     lines = [
         LineTime(
             f"`Block{i}.forward` (model.py:{20 * i})",
             f"Block{i}.forward",
             "GPT.forward",
-            host_ms=round(chance.uniform(0.0, 0.2), 3),
-            gpu_ms=round(chance.uniform(0.0, 2.0), 3),
-            busy_ms=round(chance.uniform(0.0, 0.2), 3),
-            error_ms=round(chance.uniform(0.0, 0.1), 3),
-            wait_ms=round(chance.uniform(0.0, 2.0), 3),
-            wait_phase="backward",
+            *(ms(0.2), ms(2.0), ms(0.2), ms(0.1)),
+            {name: ms(2.0) for name in phases},
         )
         for i in range(12)
     ]
@@ -863,7 +927,7 @@ class HostTime:
 def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     """The clock of waits in rank zero."""
     host_time = HostTime()
-    monkeypatch.setattr("lightning_gputime._session.ranks.time", host_time)
+    monkeypatch.setattr("lightning_gputime._ranks.exchange.time", host_time)
     return host_time
 
 
@@ -899,12 +963,30 @@ def test_no_rank_waits_for_another_during_training(host_time: HostTime) -> None:
     assert host_time.now_s == 0.0
 
 
-def test_rank_zero_waits_for_late_ranks_at_the_end(host_time: HostTime) -> None:
-    zero, first, second = exchanges(3)
-    send(1, first, zero)
-    host_time.call_at(0.2, lambda: send(2, second))
-    assert gather(zero, wait=True) == [{0: 1, 1: 1, 2: 2}]
-    assert host_time.now_s == pytest.approx(0.2)
+@pytest.mark.parametrize(
+    ("arrives_s", "timeout_s", "compared", "waited_s"),
+    [
+        (0.2, 300.0, {0: 10, 1: 10}, 0.2),
+        # Less than the 5 s after which Lightning's launcher ends the other processes.
+        (math.inf, 300.0, {0: 10}, 3.0),
+        # Less than the timeout of a collective.
+        (math.inf, 0.3, {0: 10}, 0.1),
+    ],
+)
+def test_rank_zero_waits_for_late_ranks_at_the_end(
+    arrives_s: float,
+    timeout_s: float,
+    compared: dict[int, int],
+    waited_s: float,
+    host_time: HostTime,
+) -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    zero, first = (Exchange(store, rank, 2) for rank in range(2))
+    send(10, zero)
+    host_time.call_at(arrives_s, lambda: send(10, first))
+    assert gather(zero, wait=True) == [compared]
+    assert host_time.now_s == pytest.approx(waited_s, abs=0.002)
 
 
 def test_rank_zero_waits_once_for_absent_ranks_and_names_them_once(
@@ -944,15 +1026,6 @@ def test_rank_that_runs_far_ahead_loses_no_window() -> None:
     for n in range(1, 11):
         send(10, zero)
         assert gather(zero) == [{0: 10, 1: n}]
-
-
-def test_rank_zero_waits_less_than_the_timeout_of_a_collective(host_time: HostTime) -> None:
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=0.3))
-    zero = Exchange(store, 0, 2)
-    send(10, zero)
-    assert gather(zero, wait=True) == [{0: 10}]
-    assert 0.1 <= host_time.now_s < 0.3
 
 
 def test_exchange_deletes_old_windows() -> None:
@@ -1004,7 +1077,7 @@ def slower_forward(own: RankTotals) -> RankTotals:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     fake = FakeExchange(slower_forward)
-    monkeypatch.setattr("lightning_gputime._session.ranks.open_exchange", lambda: fake)
+    monkeypatch.setattr("lightning_gputime._ranks.exchange.open_exchange", lambda: fake)
     return fake
 
 
@@ -1292,7 +1365,7 @@ def test_distributed_example_names_the_straggler(tmp_path: Path) -> None:
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
     """Return the agreements of three ranks."""
-    monkeypatch.setattr("lightning_gputime._session.ranks._AGREEMENT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("lightning_gputime._ranks.exchange._AGREEMENT_TIMEOUT_S", 0.01)
     store = HashStore()
     return [Agreement(store, rank) for rank in range(3)]
 
@@ -1318,27 +1391,12 @@ def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Agr
     ]
 
 
-def test_single_rank_follows_its_request_one_call_later(agreements: list[Agreement]) -> None:
-    assert [agreements[0].agree([7]) for _ in range(3)] == [[1], [7], [7]]
-
-
-def test_agreement_waits_at_most_a_third_of_the_timeout_of_collectives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    deadlines = list[float]()
-
-    def wait(store: object, keys: list[str], deadline: float) -> list[str]:
-        deadlines.append(deadline)
-        return []
-
-    monkeypatch.setattr("time.monotonic", lambda: 5.0)
-
-    monkeypatch.setattr("lightning_gputime._session.ranks.wait_for", wait)
+def test_agreement_waits_at_most_a_third_of_the_timeout_of_collectives(host_time: HostTime) -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.9))
     alone = Agreement(store, 1)
     assert [alone.agree([7]) for _ in range(3)] == [[1], [1], [1]]
-    assert deadlines == [pytest.approx(5.3)]
+    assert host_time.now_s == pytest.approx(0.3, abs=0.002)  # Once.
 
 
 def test_rank_warns_once_if_others_do_not_answer(

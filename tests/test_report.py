@@ -20,10 +20,10 @@ from test_runs import timer_after
 from lightning_gputime import Cause, Run, SlowStep, compare, load
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.history import list_top_phases
-from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._messages import unit_of
 from lightning_gputime._output.page import page, phases_over_steps, thin_out, trend, with_gaps
+from lightning_gputime._ranks.comparison import RankStats, RankSummary
 
 pytest.importorskip("bokeh")
 CHROMIUM = shutil.which("chromium")

@@ -22,10 +22,10 @@ import lightning_gputime
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep, load
 from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.observers import Section
-from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import summary_of
+from lightning_gputime._ranks.comparison import RankStats, RankSummary
 from lightning_gputime._runs import environment, saved
 
 
@@ -105,7 +105,7 @@ def test_saved_run_keeps_every_optional_part(path: Path) -> None:
     evaluations: list[dict[str, Any]] = [{"stage": "val", "step": 3, "forward_ms": 2.5}]
     results = Results(10, warmup_steps=0)
     results.add([raw(0, forward=2.0)])
-    results.ranks.add(facts["ranks"])
+    results.ranks._summary = facts["ranks"]
     summary = with_facts(summary_of(results), **facts)
     history = results.history_and_warmup()
     run = Run(Environment(), *history, summary, slow_steps=[slow], evaluations=evaluations)

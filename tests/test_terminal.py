@@ -13,11 +13,11 @@ from fake_loop import run_of, with_facts
 from processes import run
 
 from lightning_gputime import compare
-from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._messages import duration, unit_of
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, show
+from lightning_gputime._ranks.comparison import RankStats, RankSummary
 
 TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"
 NUMBER = re.compile(r"\d+(\.\d+)?%?")

@@ -1,4 +1,4 @@
-"""Statistics of step records: sums, history, wall clock, work rates, ranks, slow steps.
+"""Statistics of step records: sums, history, wall clock, work rates, slow steps.
 
 Each class owns its state and returns facts. The code is plain Python and NumPy: no module imports
 torch, and clocks are passed in. Thresholds that lead to advice belong in `_diagnosis`, and text
@@ -11,6 +11,5 @@ Start with `results`: `Results` passes the steps that were read to the other cla
 - All steps: `untimed` estimates the phases of untimed steps, `wall_clock` the rest of the run.
 - Conspicuous steps: `slow` sums single slow steps, `changes` finds lasting changes.
 - Causes: `culprits` sums the time of code.
-- Distributed runs: `ranks` finds the straggler, the rank that the others wait for.
 - `memory` has the peak memory, `observers` calls the user's observers.
 """

@@ -12,10 +12,10 @@ from lightning_gputime._measurement.culprits import Culprit
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.outside import OutsideSummary
-from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats, WorkSummary
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._ranks.comparison import RankSummary
 
 
 @dataclass(frozen=True, slots=True)

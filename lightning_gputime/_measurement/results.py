@@ -27,9 +27,8 @@ from lightning_gputime._measurement.observers import (
     metrics_of,
     sections_of,
 )
-from lightning_gputime._measurement.ranks import STEP, RankResults
 from lightning_gputime._measurement.slow import SlowLog
-from lightning_gputime._measurement.sums import PhaseStats, Sums, ThroughputReference
+from lightning_gputime._measurement.sums import STEP, PhaseStats, Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import (
     Estimate,
     Percentiles,
@@ -47,6 +46,7 @@ from lightning_gputime._phases import (
     in_order,
     of_one_callback,
 )
+from lightning_gputime._ranks.comparison import RankResults
 
 
 class Results:

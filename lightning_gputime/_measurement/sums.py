@@ -19,6 +19,9 @@ from lightning_gputime._phases import (
     resolve_labels,
 )
 
+STEP = "step"
+"""Key of the whole step, next to the phases."""
+
 
 class Sums:
     """Sums over steps."""

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._measurement.ranks import STEP
-from lightning_gputime._measurement.sums import PhaseSum, Sums
+from lightning_gputime._measurement.sums import STEP, PhaseSum, Sums
 from lightning_gputime._phases import StepRecord
 
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.

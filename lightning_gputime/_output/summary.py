@@ -13,15 +13,15 @@ from lightning_gputime._loader.advice import loader_table
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemorySummary
-from lightning_gputime._measurement.ranks import STEP, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowSummary
-from lightning_gputime._measurement.sums import PhaseStats, WorkSummary, table_rows
+from lightning_gputime._measurement.sums import STEP, PhaseStats, WorkSummary, table_rows
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
 from lightning_gputime._messages import duration, percent, plain, unit_of
-from lightning_gputime._output.ranks import heat_maps
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD
+from lightning_gputime._ranks.comparison import RankSummary
+from lightning_gputime._ranks.heat_map import heat_maps
 
 _RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.

@@ -7,8 +7,6 @@ belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
   that were read to statistics, observers and loggers.
 - `schedule` chooses the timed steps: it places timing windows, and measures the cost of timing,
   which decides how many there are. `_ledger.examiner` chooses the examined steps.
-- `ranks` makes all ranks time the same steps, and exchanges their times. `_measurement.ranks` finds
-  the straggler in these times.
 - `self_check` warns if the steps lack what each step of a loop must contain.
 - `evaluation` times the evaluation loops of a trainer, without a session.
 """

@@ -41,10 +41,10 @@ from lightning_gputime._phases import (
     OTHER,
     StepRecord,
 )
+from lightning_gputime._ranks.exchange import Agreement, RankComparer, open_store
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import READ_SIZE, Wait
 from lightning_gputime._record.recorder import OPEN, PAUSED, Annotator, Recorder
-from lightning_gputime._session.ranks import Agreement, RankComparer, open_store
 from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
 from lightning_gputime._session.self_check import SelfCheck
 

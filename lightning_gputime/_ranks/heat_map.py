@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._measurement.ranks import RankHistory, RankSummary
 from lightning_gputime._output.table import bar
+from lightning_gputime._ranks.comparison import RankSummary
+from lightning_gputime._ranks.over_time import RankHistory
 
 LOCAL_COLOURS = ("#e8e8e8", "#ffe08a", "#ffb347", "#f4702b", "#c01f1f")
 WAIT_COLOURS = ("#e8e8e8", "#c6dbef", "#6baed6", "#2171b5", "#08306b")

@@ -8,10 +8,9 @@ import itertools
 import json
 import math
 import time
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,23 +20,24 @@ from lightning_gputime._attribution.surroundings import Surroundings
 from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._instrumentation.loop import is_distributed
 from lightning_gputime._measurement.observers import ReadSteps
-from lightning_gputime._measurement.ranks import (
-    BatchContent,
-    BatchMeans,
-    LineTime,
-    RankTotals,
-    StepWindows,
-    compare,
-    line_times,
-    since,
-    totals_of,
-)
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._phases import StepRecord
+from lightning_gputime._ranks.comparison import compare
+from lightning_gputime._ranks.totals import (
+    BatchContent,
+    BatchMeans,
+    LineTime,
+    RankTotals,
+    decode,
+    encode,
+    line_times,
+    since,
+    totals_of,
+)
 
 # Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends the
 # others after 5 s. The timeout must be shorter, so that the next collective can raise an error that
@@ -239,30 +239,6 @@ class RankComparer:
     def _give_up(self, error: Exception) -> None:
         messages.warning("The times of the ranks are no longer compared: %r", error)
         self.remove()
-
-
-def encode(totals: RankTotals) -> bytes:
-    """Return totals as they are sent to rank zero, which knows the numbers of the steps."""
-    windows = totals.windows
-    sent = replace(totals, windows=windows and windows._replace(first=()))
-    # Level 1 is as small as higher levels here, and the fastest.
-    return zlib.compress(json.dumps(astuple(sent), separators=(",", ":")).encode(), 1)
-
-
-def decode(value: bytes) -> RankTotals:
-    phases, deviation_ms, host_shares, lines, busy_ms, core_wait, batch, windows = json.loads(
-        zlib.decompress(value)
-    )
-    return RankTotals(
-        phases,
-        deviation_ms,
-        host_shares,
-        [LineTime(*line) for line in lines],
-        busy_ms,
-        core_wait,
-        BatchContent(*batch),
-        windows and StepWindows(*windows),
-    )
 
 
 class Exchange:

@@ -1,0 +1,174 @@
+"""Ranks over the run: their times, and how the rank that is last changes."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._ranks import words
+from lightning_gputime._ranks.totals import RankTotals
+
+MIN_EXCESS = 0.05
+"""A late rank exceeds the median of the others by this fraction of a step: less costs little."""
+_MIN_WINDOWS = 8  # With fewer windows, a pattern may be chance.
+_MIN_COST = 0.01  # A pattern of a few windows is named if it costs this fraction of the run.
+_MIN_HOST_BOUND = 0.8  # The host is busy for this fraction of the step where it sets the pace.
+
+
+@dataclass(frozen=True, slots=True)
+class RankHistory:
+    """Times of each rank over the run, in windows of consecutive timed steps.
+
+    Attributes:
+        steps: Number of timed steps in each window.
+        first: Number of the first step of each window.
+        local_ms: Mean local time by rank and window (in milliseconds). NaN if it did not arrive.
+        wait_ms: Mean wait for other ranks by rank and window (in milliseconds).
+    """
+
+    steps: int
+    first: tuple[int, ...]
+    local_ms: tuple[tuple[float, ...], ...]
+    wait_ms: tuple[tuple[float, ...], ...]
+
+
+def history_of(totals: Mapping[int, RankTotals]) -> RankHistory | None:
+    """Return the windows of all ranks; None if those of fewer than two ranks have arrived.
+
+    Windows must have as many steps as those of the rank that knows their numbers, rank zero; else
+    they cover other steps, and count as not arrived.
+    """
+    numbered = next((total.windows for total in totals.values() if total.windows), None)
+    if numbered is None or not numbered.first:
+        return None
+    n = len(numbered.first)
+    local_ms, wait_ms = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    for total in totals.values():
+        windows = total.windows
+        has_arrived = windows is not None and windows.steps == numbered.steps
+        for rows, each_ms in (
+            (local_ms, windows.local_ms if windows is not None and has_arrived else ()),
+            (wait_ms, windows.wait_ms if windows is not None and has_arrived else ()),
+        ):
+            # Exactly n windows: NaN for those that have not arrived.
+            rows.append(tuple([*each_ms, *[math.nan] * n][:n]))
+    if sum(not math.isnan(row[0]) for row in local_ms) < 2:
+        return None
+    return RankHistory(numbered.steps, tuple(numbered.first), tuple(local_ms), tuple(wait_ms))
+
+
+def pattern_of(
+    totals: Mapping[int, RankTotals],
+    history: RankHistory,
+    stragglers: Sequence[int],
+    step_ms: float,
+    own_share: float,
+) -> tuple[str, str]:
+    """Return how the rank that is last changes over the run, and a sentence on it and its cost.
+
+    Args:
+        totals: Totals of each rank.
+        history: Their times over the run.
+        stragglers: See `RankSummary`.
+        step_ms: Usual step time.
+        own_share: Fraction of the stragglers' excess that the hosts of the others do not hide.
+
+    Returns:
+        See `RankSummary.pattern`; and the sentence. Both are empty if there is no pattern.
+    """
+    by_rank = {
+        rank: local_ms
+        for rank, local_ms in zip(totals, history.local_ms, strict=True)
+        if not math.isnan(local_ms[0])
+    }
+    late = _late_windows(by_rank, step_ms)
+    n, n_late = late.n, late.n_late
+    windows = f"windows of {history.steps} steps" if history.steps > 1 else "steps"
+
+    count = sum(late.culprits[rank] for rank in stragglers)
+    if count and count >= 0.8 * n:
+        note = words.same(len(stragglers), count, n, windows, own_share * late.cost_ms)
+        return "same", note
+
+    # If the hosts set the pace, the work of any rank's host may be hidden in any window.
+    busy_ms = [total.busy_ms for total in totals.values() if total.busy_ms is not None]
+    if busy_ms and statistics.median(busy_ms) >= _MIN_HOST_BOUND * step_ms:
+        return "", ""
+
+    if late.is_rotating:
+        note = words.rotating(len(late.culprits), n_late, f"{n}", windows, late.cost_ms)
+        return "rotating", note
+
+    if 0 < n_late <= 0.25 * n and late.cost_ms >= _MIN_COST * step_ms:
+        [(rank, count)] = late.culprits.most_common(1)
+        all_ms = np.array([local_ms[:n] for local_ms in by_rank.values()])
+        beyond_ms = np.array(by_rank[rank][:n]) - np.median(all_ms, axis=0)
+        # If the rank is last in the other windows, too, they may only be too noisy to show it.
+        is_usual = beyond_ms[~late.is_late].mean() < 0.2 * beyond_ms[late.is_late].mean()
+        if count >= 0.8 * n_late and is_usual:
+            where = f"{n_late} of {n} {windows}"
+            at = np.flatnonzero(late.is_late)
+            if at[-1] - at[0] == n_late - 1:  # Consecutive.
+                ends = [*history.first[1:], history.first[-1] + history.steps]
+                first, end = history.first[at[0]], ends[at[-1]] - 1
+                where = f"steps {first} to {end}" if end > first else f"step {first}"
+            return "transient", words.transient(rank, where, late.cost_ms)
+
+    # Means over windows hide a straggler that changes in each step.
+    newest = {rank: found for rank in by_rank if (found := totals[rank].windows) is not None}
+    if not stragglers and len({found.n for found in newest.values()}) == 1:
+        late = _late_windows({rank: found.newest_ms for rank, found in newest.items()}, step_ms)
+        if late.is_rotating:
+            n_ranks, n_steps = len(late.culprits), f"the newest {late.n}"
+            note = words.rotating(n_ranks, late.n_late, n_steps, "steps", late.cost_ms)
+            return "rotating", note
+    return "", ""
+
+
+class _LateWindows(NamedTuple):
+    """Windows in which a rank is late: its excess over the median of the others is no noise."""
+
+    n: int  # Number of windows that have arrived from all ranks.
+    is_late: npt.NDArray[np.bool_]
+    culprits: Counter[int]  # Number of windows in which each rank is late.
+    cost_ms: float  # Excess of the late ranks, as a mean over all windows.
+
+    @property
+    def n_late(self) -> int:
+        return self.culprits.total()
+
+    @property
+    def is_rotating(self) -> bool:
+        """True if a rank is late in at least half of the windows, and no rank in most of them."""
+        is_often = self.n_late > 0 and self.n_late >= 0.5 * self.n
+        return is_often and max(self.culprits.values()) <= 0.7 * self.n_late
+
+
+def _late_windows(by_rank: Mapping[int, Sequence[float]], step_ms: float) -> _LateWindows:
+    """Return the windows in which a rank is late, by the local times of each rank.
+
+    Windows are left out from the first that has not arrived from each rank, which is NaN.
+
+    Example: the local times of two ranks are 15.00 to 15.03 ms in most windows. The noise is about
+    0.01 ms, so 6 times the noise is less than 5 % of a step, which is 0.75 ms. If rank 1 takes 23
+    ms in 2 of 20 windows, it is late there, which costs 2 * 8 / 20 = 0.8 ms per step.
+    """
+    n = min(sum(not math.isnan(ms) for ms in each_ms) for each_ms in by_rank.values())
+    if n < _MIN_WINDOWS:
+        return _LateWindows(n, np.zeros(n, np.bool_), Counter(), 0.0)
+    local_ms = np.array([each_ms[:n] for each_ms in by_rank.values()])
+    excess_ms = local_ms.max(axis=0) - np.median(np.sort(local_ms, axis=0)[:-1], axis=0)
+    # Delays make windows longer, so the shorter half of a rank's windows shows its noise. In a
+    # normal distribution of unit deviation, these quantiles are -1.64 and -0.67: 0.97 apart.
+    low_ms, high_ms = np.quantile(local_ms, (0.05, 0.25), axis=1)
+    noise_ms = float(np.median(high_ms - low_ms)) / 0.97
+    # The longest of 64 windows of 1,024 ranks exceeds the median by 4 to 5 deviations by chance.
+    is_late = excess_ms > max(MIN_EXCESS * step_ms, 6 * noise_ms)
+    ranks = [*by_rank]
+    culprits = Counter(ranks[i] for i in local_ms.argmax(axis=0)[is_late])
+    return _LateWindows(n, is_late, culprits, float(excess_ms[is_late].sum()) / n)
