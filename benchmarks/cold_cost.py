@@ -5,9 +5,9 @@ this loop trains a small net of many short kernels. Each way of timing is on for
 for 27, and so on. The "least timer" records the same marks in the fewest lines.
 
 By default, most steps are only counted. They are measured in such turns. What the other steps add,
-which are timed, examined, read or logged, is measured against the steps around them. The
-default adds the sum of both to the mean step. `--defaults` measures only this, for several numbers
-of layers and of steps between logs.
+which are timed, examined, read or logged, is measured against the steps around them. It is an upper
+bound, because interruptions by the system count for them. The default adds the sum of both.
+`--defaults` measures only this, for several numbers of layers and of steps between logs.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
     python benchmarks/cold_cost.py --defaults 2,16 2,64 8,16 8,64 40,16

@@ -202,7 +202,7 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
     """
     with tempfile.TemporaryDirectory() as folder:
         # On a GPU, the host sets the pace of a step of 5 ms, except for long batches.
-        width, blocks = (512, 16) if device == "cuda" else (96, 1)
+        width, blocks = (512, 4) if device == "cuda" else (96, 1)
         task = Task(lambda step: case.each(plant, step), width, blocks).to(device)
         plant = Plant(folder, task)
         for _ in range(case.threads):
