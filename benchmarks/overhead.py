@@ -5,7 +5,6 @@ random order, so that changes of the host's speed affect all ways alike. "no tim
 per round, and the difference is the noise. The measured steps lie between two examined steps, which
 together add at most 0.2 % to a long run.
 
-    pip install gpuprof==0.7.1 traceml-ai==0.5.0 && traceml serve &
     python benchmarks/overhead.py --out benchmarks/results/overhead.json
     python benchmarks/overhead.py --plot examples/images/overhead.png   # needs no GPU
 """
@@ -15,7 +14,6 @@ import io
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -71,23 +69,6 @@ class FourSynchronize(pl.Callback):
         self._wait()
 
 
-def gpuprof() -> pl.Callback:
-    from gpuprof.integrations.lightning import GpuProfilerCallback
-
-    # It only looks like a callback.
-    both = type("GpuprofCallback", (GpuProfilerCallback, pl.Callback), {})
-    callback: pl.Callback = both(run_name="overhead", cuda=True, db_path=tempfile.mktemp())
-    return callback
-
-
-def traceml() -> pl.Callback:
-    from traceml_ai.integrations.lightning import TraceMLCallback, init
-
-    init()
-    callback: pl.Callback = TraceMLCallback()
-    return callback
-
-
 WAYS: dict[str, Callable[[], Tool]] = {
     NONE: lambda: None,
     AGAIN: lambda: None,
@@ -100,13 +81,6 @@ WAYS: dict[str, Callable[[], Tool]] = {
         batch_size_fn=lambda batch: len(batch[0])
     ),
     "four synchronize": FourSynchronize,
-    "gpuprof 0.7.1": gpuprof,
-}
-# TraceML changes torch for good, so it takes turns with "no timer" only, in a second training.
-ALONE: dict[str, Callable[[], Tool]] = {
-    NONE: WAYS[NONE],
-    AGAIN: WAYS[AGAIN],
-    "TraceML 0.5.0": traceml,
 }
 
 
@@ -129,7 +103,7 @@ class Turns(pl.Callback):
                 self._record()
                 self._detach(trainer, pl_module)
             if (way := next(self._ways, None)) is not None:
-                self._attach(trainer, pl_module, (WAYS | ALONE)[way]())
+                self._attach(trainer, pl_module, WAYS[way]())
 
     def _record(self) -> None:
         self._events.append(torch.Event(device="cuda", enable_timing=True))
@@ -194,7 +168,7 @@ def summarize(times: Times) -> dict[str, dict[str, float]]:
             # Estimate it from the quartiles, assuming a normal distribution.
             "error": round(0.93 * (third - first) / len(ratios) ** 0.5, 6),
         }
-    return {way: rows[way] for way in (*WAYS, *ALONE) if way in rows}
+    return {way: rows[way] for way in WAYS}
 
 
 def plot(target: Path) -> None:
@@ -244,14 +218,8 @@ def main() -> None:
         task, batch = load(model, torch.device("cuda"))
         train(task, batch, [NONE])
         rounds = range(arguments.rounds or ROUNDS[model])
-        rows = results[model] = {}
-        for group in (WAYS, ALONE):
-            ways = [way for _ in rounds for way in random.sample([*group], len(group))]
-            rows |= {
-                way: row
-                for way, row in summarize(train(task, batch, ways)).items()
-                if way not in rows
-            }
+        ways = [way for _ in rounds for way in random.sample([*WAYS], len(WAYS))]
+        results[model] = summarize(train(task, batch, ways))
         for way, row in results[model].items():
             added, error = (row["ratio"] - 1) * 100, row["error"] * 100
             print(f"{model:9} {way:32} {added:+7.2f} ± {error:.2f} % {row['step_ms']:9.3f} ms")
