@@ -32,8 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._loader import stages as workers_module
-from lightning_gputime._loader.stages import FIELDS, StagedLoaders
-from lightning_gputime._measurement.culprits import CulpritSums
+from lightning_gputime._loader.stages import FIELDS
 
 BATCH = 16
 SAMPLES = 1600
@@ -237,16 +236,13 @@ def measure(name: str) -> dict[str, Any]:
 
 
 class Tiny(Dataset[Tensor]):
-    """Batches that keep a core busy for some time."""
-
-    def __init__(self, ms: float = 1.0) -> None:
-        self.ms = ms
+    """Batches that keep a core busy for 1 ms."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        end = time.perf_counter_ns() + int(1e6 * self.ms)
+        end = time.perf_counter_ns() + 1_000_000
         while time.perf_counter_ns() < end:
             pass
         return [torch.zeros(64)] * len(indices)
@@ -272,51 +268,6 @@ def cost() -> dict[str, float]:
     return {"worker_us": round(statistics.mean(trimmed), 2), "error_us": round(error, 2)}
 
 
-def main_cost() -> dict[str, float]:
-    """Return the microseconds that timed workers add to `next` in the main process."""
-    loader: Any = DataLoader(Photos(spin_ms=0.02, n=64 * BATCH), BATCH, num_workers=1)
-    staged = StagedLoaders(lambda _: True, time.perf_counter_ns, CulpritSums().add_loader)
-    added_us = []
-    for index in range(24):
-        means_us = []
-        for is_timed in (True, False)[:: 1 - 2 * (index % 2)]:
-            if is_timed:
-                staged.attach()
-            batches = iter(loader)
-            if is_timed:
-                staged._iter.remove()
-            wait(300.0)  # Fill the queue of batches.
-            times_ns = []
-            for _ in range(60):
-                start = time.perf_counter_ns()
-                next(batches)
-                times_ns.append(time.perf_counter_ns() - start)
-                wait(2.0)
-            # Use the lower quartile: waking up the process sometimes takes a millisecond.
-            means_us.append(statistics.quantiles(times_ns, n=4)[0] / 1e3)
-            del batches
-        added_us.append((means_us[0] - means_us[1]) * (1 - 2 * (index % 2)))
-    error = statistics.stdev(added_us) / len(added_us) ** 0.5
-    return {"main_us": round(statistics.mean(added_us), 2), "main_error_us": round(error, 2)}
-
-
-def spinning_collate(samples: list[Tensor]) -> Tensor:
-    end = time.perf_counter() + 0.005
-    while time.perf_counter() < end:
-        pass
-    collated: Tensor = default_collate(samples)
-    return collated
-
-
-def stages() -> dict[str, float]:
-    """Return the measured times of stages: 8 ms in the dataset and 5 ms in `collate_fn`."""
-    options = workers(1, collate_fn=spinning_collate)
-    plant = Plant(lambda: Tiny(8.0), "", options, rest_ms=15.0)
-    [times] = train(plant).measurement.loaders
-    found = {"dataset": times.mean("dataset_ms"), "collate": times.mean("collate_ms")}
-    return {f"{name}_ms": round(ms, 2) for name, ms in found.items()}
-
-
 if __name__ == "__main__":
     parser = new_parser(__doc__)
     parser.add_argument("--plants", nargs="*", default=[*PLANTS])
@@ -328,7 +279,7 @@ if __name__ == "__main__":
     if arguments.one:
         print(json.dumps(measure(arguments.one)))
         sys.exit()
-    results: dict[str, Any] = {"cost": cost() | main_cost(), "stages": stages()}
+    results: dict[str, Any] = {"cost": cost()}
     print(results)
     for name in [] if arguments.cost else arguments.plants:
         if PLANTS[name].gpu and not torch.cuda.is_available():

@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed
 from fake_lightning import trainer
 from processes import run
 from torch import Tensor, nn
@@ -330,31 +329,6 @@ def test_net_of_large_layers_is_paced_by_the_gpu(reads_loss: bool) -> None:
     paced = summary.measurement.host_paced
     assert max(paced["forward"], paced["backward"]) < 0.05
     assert summary.code == "GPU-bound"
-
-
-def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
-    with torch.profiler.profile(activities=ACTIVITIES, acc_events=True) as profiler:
-        fit(Net(), GPUPhaseTimer(print_summary=False, annotate=True), steps=5)
-    names = {event.name for event in profiler.events() or ()}
-    phases = ("data", "other", "forward", "loss", "backward", "optimizer")
-    assert {f"phase/{name}" for name in phases} <= names
-
-
-def test_plain_loop_with_fsdp2_is_timed(tmp_path: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    try:
-        model = Wide().cuda()
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        found = train_wide(model, torch.randn(4096, 4096, device="cuda"))
-        assert found["backward"] > found["forward"] > 10 * found["loss"] > 0
-        assert found["optimizer"] > 0
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
