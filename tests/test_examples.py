@@ -38,12 +38,17 @@ def example(script: Any) -> Any:
     return lambda name, **options: script(name)["main"](**options)
 
 
+def all_steps(timer: Any) -> int:
+    """Return the number of all steps, timed or not."""
+    measured = timer.summary().measurement
+    return int(measured.warmup_steps + measured.steps + measured.untimed_steps)
+
+
 def test_quickstart_example_logs_to_csv_and_tensorboard(
     example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = example("quickstart.py", max_epochs=2, log_dir=str(tmp_path))
-    found = timer.summary()
-    assert found.measurement.warmup_steps + found.steps + found.measurement.untimed_steps == 48
+    assert all_steps(timer) == 48
     # The table was printed before the time of the fit was complete.
     breakdown, title, printed = str(timer.summary()).partition("Time per step")
     assert "Time breakdown of the fit" in breakdown
@@ -66,18 +71,18 @@ def test_quickstart_example_logs_to_csv_and_tensorboard(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "package", "steps"),
+    ("name", "options", "package", "n"),
     [
-        ("plain_pytorch.py", {"max_epochs": 1}, "torch", range(24)),
-        ("ignite_loop.py", {"max_epochs": 2}, "ignite", range(32)),
-        ("huggingface.py", {"max_steps": 8}, "transformers", range(1, 9)),
+        ("plain_pytorch.py", {"max_epochs": 1}, "torch", 24),
+        ("ignite_loop.py", {"max_epochs": 2}, "ignite", 32),
+        ("huggingface.py", {"max_steps": 8}, "transformers", 8),
     ],
 )
 def test_example_times_every_phase(
     name: str,
     options: dict[str, int],
     package: str,
-    steps: range,
+    n: int,
     example: Any,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -86,7 +91,7 @@ def test_example_times_every_phase(
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     timer = example(name, **options)
-    assert timer.history()["step"].tolist() == [*steps]
+    assert all_steps(timer) == n
     rows = {row for row in timer.summary().rows if "/" not in row}
     assert rows - {"callbacks"} == {*PHASES}
     assert (timer.history()["backward_ms"] > 0).all()
