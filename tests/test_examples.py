@@ -73,7 +73,7 @@ def test_quickstart_example_logs_to_csv_and_tensorboard(
 @pytest.mark.parametrize(
     ("name", "options", "package", "n"),
     [
-        ("plain_pytorch.py", {"max_epochs": 1}, "torch", 24),
+        ("plain_pytorch.py", {"max_epochs": 1}, "torch", 29),
         ("ignite_loop.py", {"max_epochs": 2}, "ignite", 32),
         ("huggingface.py", {"max_steps": 8}, "transformers", 8),
     ],
