@@ -171,7 +171,6 @@ def train(
     loss_of: Callable[[Any], Tensor],
     *,
     optimizer: Callable[[Any], Any] = AdamW,
-    before_update: Callable[[nn.Module], Any] = do_nothing,
     after: Callable[[nn.Module], Callable[[int, Tensor, Any, Any], Any]] = lambda _: do_nothing,
 ) -> Run:
     """Train in a plain loop; `after(model)` returns a function that is called after each step."""
@@ -184,7 +183,6 @@ def train(
             loss = loss_of(batch)
             updates.zero_grad()
             loss.backward()
-            before_update(model)
             updates.step()  # line: update
             after_step(step, loss, model, updates)
         watch.on_train_end()

@@ -27,26 +27,6 @@ class SpectralLinear(nn.Linear):
         return F.linear(x, self.weight / norm, self.bias)
 
 
-class TracksAUROC(Classifier):
-    """Classifier that reports the area under the ROC curve of all predictions so far."""
-
-    def on_fit_start(self) -> None:
-        self.scores, self.labels = list[Tensor](), list[Tensor]()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self(batch[0])
-        self.scores.append(logits.detach())
-        self.labels.append(batch[1])
-        if self.planted or batch_idx % 100 == 99:
-            self.auroc()
-        return F.cross_entropy(logits, batch[1])
-
-    def auroc(self) -> list[Tensor]:
-        scores, labels = torch.cat(self.scores), torch.cat(self.labels)
-        ranks = [scores[:, label].argsort().argsort().float() for label in range(10)]
-        return [rank[labels == label].mean() / len(rank) for label, rank in enumerate(ranks)]
-
-
 def fit_digits(
     setup: Setup,
     *,
@@ -111,75 +91,6 @@ def train_photos(setup: Setup, *, transform: Callable[[Any], Any], workers: int 
     model = base.ResNet(4, blocks=1)
     batches = DataLoader(Photos(16 * setup.steps, transform), 16, num_workers=workers)
     return base.train(setup, model, batches, lambda images: model(images).square().mean())
-
-
-class SimCLR(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        augment = base.augment_each if self.planted else base.augment_all
-        features = F.normalize(self(augment(torch.cat([batch[0], batch[0]]))))
-        scores = (features @ features.T / 0.1).fill_diagonal_(-1e9)
-        return F.cross_entropy(scores, torch.arange(len(scores)).roll(len(scores) // 2))
-
-
-class HungarianMatcher:
-    def cost(self, boxes: Tensor, targets: Tensor) -> Tensor:
-        cost = torch.zeros(len(boxes), len(targets))
-        for i, box in enumerate(boxes):
-            for j, target in enumerate(targets):
-                cost[i, j] = (box - target).abs().sum()
-        return cost
-
-
-def train_detector(setup: Setup) -> Run:
-    """Train a set predictor, after DETR: 16 queries and 4 boxes per image."""
-    from scipy.optimize import linear_sum_assignment
-
-    layers = [nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)]
-    model = nn.Sequential(*layers)
-    cost: Any = HungarianMatcher().cost if setup.planted else partial(torch.cdist, p=1)
-    batches = base.repeated(setup, torch.rand(8, 16, 128), torch.rand(8, 4, 4))
-
-    def loss_of(batch: Any) -> Tensor:
-        losses = []
-        for boxes, targets in zip(model(batch[0]), batch[1], strict=True):
-            rows, columns = linear_sum_assignment(cost(boxes.detach(), targets))
-            losses.append(F.l1_loss(boxes[rows], targets[columns]))
-        return torch.stack(losses).mean()
-
-    return base.train(setup, model, batches, loss_of)
-
-
-class MemoryBank:
-    """Triplet loss with a queue of earlier features."""
-
-    def __init__(self) -> None:
-        self.features, self.labels = F.normalize(torch.randn(512, 64)), torch.arange(512) % 8
-
-    def loss_by_sample(self, features: Tensor, labels: Tensor) -> Tensor:
-        losses = []
-        for feature, label in zip(features, labels, strict=True):
-            distances = (self.features - feature).norm(dim=1)
-            positive = distances[self.labels == label].max()
-            losses.append(F.relu(positive - distances[self.labels != label].min() + 0.2))
-        return torch.stack(losses).mean()
-
-    def loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        distances, same = torch.cdist(features, self.features), labels[:, None] == self.labels
-        positive = distances.masked_fill(~same, -math.inf).amax(1)
-        return F.relu(positive - distances.masked_fill(same, math.inf).amin(1) + 0.2).mean()
-
-
-def train_metric(setup: Setup, *, loss: Callable[[MemoryBank, Tensor, Tensor], Tensor]) -> Run:
-    """Train an embedding of images."""
-    model, bank = base.ResNet(16, blocks=1), MemoryBank()
-    batches = base.repeated(setup, torch.rand(32, 3, 8, 8), torch.arange(32) % 8)
-
-    def loss_of(batch: Any) -> Tensor:
-        features = F.normalize(model(batch[0]))
-        bank.features = torch.cat([bank.features[len(features) :], features.detach()])
-        return loss(bank, features, batch[1])
-
-    return base.train(setup, model, batches, loss_of)
 
 
 def texts() -> list[str]:
@@ -350,20 +261,6 @@ class ModelEMA:
             mean.lerp_(weight, 0.001)
 
 
-def clip_rows(model: nn.Module) -> None:
-    for weight in model.parameters():
-        for row in weight.grad if weight.grad is not None else ():
-            norm = row.norm()
-            if norm > 0.01:
-                row.mul_(0.01 / norm)
-
-
-def clip_all_rows(model: nn.Module) -> None:
-    for weight in model.parameters():
-        if weight.grad is not None:
-            weight.grad.mul_((0.01 / weight.grad.norm(dim=-1, keepdim=True)).clamp(max=1))
-
-
 class HandAdam(torch.optim.Optimizer):
     def __init__(self, weights: Any) -> None:
         super().__init__(weights, {"lr": 1e-4})
@@ -409,26 +306,18 @@ PROJECTS = [
     removable_on_digits("lightning: SVD in forward", COMPUTE, ("SpectralLinear.forward",),
                         fit_digits, {"layer": SpectralLinear},
                         {"layer": lambda *sizes: spectral_norm(nn.Linear(*sizes))}),
-    removable_on_digits("lightning: metric of all predictions so far", HOST,
-                        ("TracksAUROC.auroc",), partial(fit_digits, module=TracksAUROC)),
     removable_on_digits("lightning: validation every 5 steps", OUTSIDE, ("validation",), fit_digits,
                         {"val_check_interval": 5}, {"val_check_interval": 100}),
     on_digits("lightning: MLP", COMPUTE, (), partial(fit_digits, width=2048)),
     cpu("lightning: gradients of a frozen backbone", COMPUTE,
         ("LinearProbe.forward", "Residual.forward"),
         partial(fit_images, module=base.LinearProbe, width=8, rows=16, side=16)),
-    removable("lightning: views augmented one by one", LOSS_CODE, ("augment_each",),
-              partial(fit_images, module=SimCLR, width=8, blocks=1, rows=96, side=4)),
     removable("plain: photos augmented before resizing", INPUT,
               ("jitter", "jitter_then_resize", "Photos.__getitem__"), train_photos,
               {"transform": jitter_then_resize}, {"transform": resize_then_jitter}),
     removable("plain: slow transform in one worker", INPUT,
               ("box_blur", "Photos.__getitem__", "num_workers"), partial(train_photos, workers=1),
               {"transform": box_blur}, {"transform": pooled_blur}),
-    removable("plain: matching costs in Python loops", LOSS_CODE, ("HungarianMatcher.cost",),
-              train_detector, packages=("scipy",)),
-    removable("plain: triplet loss sample by sample", LOSS_CODE, ("MemoryBank.loss_by_sample",),
-              train_metric, {"loss": MemoryBank.loss_by_sample}, {"loss": MemoryBank.loss}),
     removable("transformers: texts tokenized in the collator", INPUT, ("tokenize", "collate_texts"),
               tune, {"rows": texts, "collate": collate_texts}, {"rows": tokenized_texts}),
     removable("transformers: copy of the training state", HOST, ("StepGuard.on_step_begin",),
@@ -461,9 +350,6 @@ PROJECTS = [
     removable("plain: EMA of copies", HOST, ("ModelEMA.update",), wide_denoiser,
               {"after": lambda model: ModelEMA(model).update},
               {"after": lambda model: ModelEMA(model).update_in_place}),
-    removable("plain: gradients clipped row by row", LOSS_CODE, ("clip_rows",),
-              partial(train_denoiser, dim=96, depth=4, rows=384), {"before_update": clip_rows},
-              {"before_update": clip_all_rows}),
     cpu("plain: Adam written by hand", LOSS_CODE, ("HandAdam.step",), wide_denoiser,
         {"optimizer": HandAdam}),
     removable("plain: garbage collected in each step", HOST, ("free_memory", "gc.collect"),

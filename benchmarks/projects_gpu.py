@@ -2,7 +2,6 @@
 
 import copy
 import tempfile
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -100,70 +99,10 @@ class LogsGradients(Classifier):
             self.histograms = [np.histogram(grad.cpu().numpy(), bins=64) for grad in grads]
 
 
-def unitwise_norm(x: Tensor) -> Tensor:
-    return x.flatten(1).norm(dim=1).view(-1, *[1] * (x.ndim - 1)) if x.ndim > 1 else x.abs()
-
-
-def adaptive_clip(weights: Iterable[Tensor]) -> None:
-    for weight in weights:
-        if weight.grad is not None:
-            limit = unitwise_norm(weight.detach()).clamp(min=1e-3) * 0.01
-            norm = unitwise_norm(weight.grad)
-            clipped = weight.grad * (limit / norm.clamp(min=1e-6))
-            weight.grad.copy_(torch.where(norm > limit, clipped, weight.grad))
-
-
-class ClipsGradients(Classifier):
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        if self.planted:
-            adaptive_clip(self.parameters())
-        else:
-            nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-
-
-class Segmenter(Classifier):
-    """Classifier of pixels that keeps a confusion matrix."""
-
-    confusion = np.zeros(100, dtype=np.int64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.net[1](self.net[0](batch[0]))[:, :10]
-        labels = (batch[0].mean(1) * 10).long()
-        if self.planted or batch_idx % 100 == 0:
-            self.update_confusion(logits.argmax(1), labels)
-        return F.cross_entropy(logits, labels)
-
-    def update_confusion(self, guesses: Tensor, labels: Tensor) -> None:
-        pairs = 10 * labels.cpu().numpy() + guesses.cpu().numpy()
-        self.confusion = self.confusion + np.bincount(pairs.ravel(), minlength=100)
-
-
 class Augments(Classifier):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         images, labels = batch
         return (base.augment_each if self.planted else base.augment_all)(images), labels
-
-
-def loss_by_class(logits: Tensor, labels: Tensor) -> Tensor:
-    losses = []
-    for label in range(logits.shape[1]):
-        mask = labels == label
-        if mask.any():
-            losses.append(F.cross_entropy(logits[mask], labels[mask]))
-    return torch.stack(losses).mean()
-
-
-def balanced_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    counts = torch.zeros_like(logits[0]).index_add(0, labels, torch.ones_like(losses))
-    return (losses / counts[labels]).sum() / (counts > 0).sum()
-
-
-def train_balanced(setup: Setup, loss: Any) -> Run:
-    width, n = setup.size(32, 4), setup.size(512, 8)
-    model = nn.Sequential(base.ResNet(width), nn.Linear(4 * width, 100)).to(setup.device)
-    batches = base.repeated(setup, torch.rand(n, 3, 32, 32), torch.randint(100, (n,)))
-    return base.train(setup, model, batches, lambda batch: loss(model(batch[0]), batch[1]))
 
 
 def train_patches(setup: Setup) -> Run:
@@ -206,59 +145,12 @@ class SpeechEncoder(Net):
         return state
 
 
-class PointNet(Net):
-    """Pools points by voxel."""
-
-    def unique_voxels(self, cells: Tensor) -> tuple[Tensor, int]:
-        found, index = torch.unique(cells, dim=0, return_inverse=True)
-        return index, len(found)
-
-    def forward(self, points: Tensor) -> Any:
-        cells = (points * 16).long().clamp(0, 15)
-        grid = cells[:, 0] + 16 * cells[:, 1] + 256 * cells[:, 2], 16**3
-        index, n = self.unique_voxels(cells) if self.planted else grid
-        pooled = points.new_zeros(n, 3).index_add(0, index, points)
-        return self.layer(torch.cat([points, pooled[index]], 1))
-
-
 class Factorization(Net):
     """Scores of pairs of a user and an item."""
 
     def forward(self, x: Tensor) -> Any:
         users, items = self.layer((x * self.layer.num_embeddings).long()).unbind(1)
         return (users * items).sum(1)
-
-
-class Meter:
-    """Mean of a loss over the training."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.losses, self.planted = list[Tensor](), setup.planted
-
-    def update(self, loss: Tensor) -> None:
-        self.losses.append(loss.detach())
-        if self.planted:
-            self.mean = np.mean([loss.item() for loss in self.losses])
-
-
-def train_gan(setup: Setup) -> Run:
-    dim, n = setup.size(1024, 16), setup.size(2048, 4)
-    generator, critic = (base.Denoiser(dim, 3).to(setup.device) for _ in range(2))
-    update, t = base.AdamW(critic.parameters()), torch.zeros(1, 1).to(setup.device)
-    real_meter, fake_meter = Meter(setup), Meter(setup)
-
-    def loss_of(batch: Any) -> Tensor:
-        fake = generator(torch.randn_like(batch[0]), t)
-        real_loss = F.softplus(-critic(batch[0], t)).mean()
-        fake_loss = F.softplus(critic(fake.detach(), t)).mean()
-        update.zero_grad()
-        (real_loss + fake_loss).backward()
-        update.step()
-        real_meter.update(real_loss)
-        fake_meter.update(fake_loss)
-        return F.softplus(-critic(fake, t)).mean()
-
-    return base.train(setup, generator, base.repeated(setup, torch.rand(n, dim)), loss_of)
 
 
 # The programs
@@ -269,7 +161,7 @@ train_gpt, fit_images, train_denoiser = base.train_gpt, base.fit_images, base.tr
 tune = partial(base.fine_tune, vocab=4096, dim=512, layers=4, length=512)
 small_gpt = partial(train_gpt, dim=256, layers=12)
 large_llama = partial(tune, vocab=8192, dim=1024, layers=6, batch_size=16, length=1024)
-gru, points = partial(nn.GRU, batch_first=True), partial(nn.Linear, 6, 128)
+gru = partial(nn.GRU, batch_first=True)
 adam_loop = partial(torch.optim.AdamW, lr=1e-4, foreach=False)
 adagrad = partial(torch.optim.Adagrad, lr=1e-3)
 items = partial(nn.Embedding, 12_000_000 if torch.cuda.is_available() else 100, 64)
@@ -307,11 +199,6 @@ PROJECTS = [
     gpu("transformers: LoRA", DEVICE, (), partial(large_llama, is_lora=True), packages=("peft",)),
     removable("lightning: gradient histograms", HOST, ("LogsGradients.on_after_backward",),
               partial(fit_images, module=LogsGradients, width=32)),
-    removable("lightning: adaptive clipping in a loop", LAUNCHES,
-              ("adaptive_clip", "unitwise_norm", "ClipsGradients.configure_gradient_clipping"),
-              partial(fit_images, module=ClipsGradients, width=16, blocks=8, rows=256)),
-    removable("lightning: confusion matrix in NumPy", HOST, ("Segmenter.update_confusion",),
-              partial(fit_images, module=Segmenter, rows=16, side=256)),
     gpu("lightning: gradients of a frozen backbone", DEVICE,
         ("LinearProbe.forward", "Residual.forward"), partial(fit_images, module=base.LinearProbe)),
     removable("lightning: augmentation image by image", INPUT, ("augment_each",),
@@ -319,8 +206,6 @@ PROJECTS = [
     gpu("lightning: anomaly detection left on", LAUNCHES, ("detect_anomaly",), fit_images,
         {"detect_anomaly": True}),
     gpu("lightning: ResNet", DEVICE, (), fit_images),
-    gpu("plain: loss masked class by class", LAUNCHES, ("loss_by_class",), train_balanced,
-        {"loss": loss_by_class}, {"loss": balanced_loss}),
     gpu("plain: blocking copies of pageable batches", (*HOST, *INPUT), ("line:copy", "pin_memory"),
         train_patches),
     removable("plain: EMA in a Python loop", LAUNCHES, ("EMA.update",),
@@ -330,12 +215,9 @@ PROJECTS = [
     gpu("plain: GRU cell in a loop over time", LAUNCHES, ("SpeechEncoder.forward",), encode,
         {"net": SpeechEncoder, "layer": partial(nn.GRUCell, 512, 512)},
         {"net": base.RNN, "layer": partial(gru, 512, 512)}),
-    removable("plain: torch.unique of voxels", (*HOST, *DEVICE), ("PointNet.unique_voxels",),
-              partial(base.train_net, net=PointNet, shape=(200_000, 3), layer=points)),
     gpu("plain: dense gradients of an embedding", DEVICE, ("line:update", "Factorization.forward"),
         partial(base.train_net, net=Factorization, shape=(8192, 2), optimizer=adagrad),
         {"layer": items}, {"layer": partial(items, sparse=True)}),
-    removable("plain: GAN that reads its losses", LAUNCHES, ("Meter.update",), train_gan),
     gpu("plain: diffusion", DEVICE, (), partial(train_denoiser, dim=2048, depth=8, rows=8192),
         {"after": lambda model: EMA(model).update_all}),
 ]
