@@ -201,18 +201,6 @@ def test_every_link_leads_somewhere(path: str) -> None:
             assert anchors(target.read_text()).count(anchor) == 1, link
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
-    reached, new = set(), {"README.md"}
-    while new:
-        path = new.pop()
-        reached.add(path)
-        links = re.findall(r"\]\(([^)\s#]*\.md)", READMES[path])
-        targets = [((ROOT / path).parent / link).resolve() for link in links]
-        paths = {str(target.relative_to(ROOT.resolve())) for target in targets}
-        new |= (paths & READMES.keys()) - reached
-    assert reached == set(READMES)
-
-
 def test_menu_of_the_manual_has_every_page() -> None:
     menu = re.findall(r'= "(\S+\.md)"', (ROOT / "zensical.toml").read_text())
     assert sorted(f"docs/{page}" for page in menu) == sorted(DOCS)
