@@ -1,4 +1,4 @@
-"""Plant twelve problems in DataLoaders, and check whether the default output names them.
+"""Plant problems in DataLoaders, and check whether the default output names them.
 
 If more workers help, set the suggested number and measure the remaining wait.
 
@@ -148,9 +148,6 @@ PLANTS = {
     "collate": Plant(
         Photos, r"slow_collate +3\d", workers(2, collate_fn=slow_collate), workers_help=True
     ),
-    "few": Plant(
-        lambda: Photos(1.0), r"set num_workers=\d+ \(now 1", workers(1), workers_help=True
-    ),
     "worker": Plant(lambda: SlowWorker(0.5), "check what worker 1 reads", workers(4)),
     "sample": Plant(
         lambda: SlowSample(0.5),
@@ -174,13 +171,6 @@ PLANTS = {
     ),
     "iterable": Plant(Unsharded, "give each worker its part of the IterableDataset", workers(4)),
     "first": Plant(lambda: SlowStart(0.5), "the first batch of a worker takes 3", workers(2)),
-    "persist": Plant(
-        lambda: Photos(0.2, n=160),
-        r"set persistent_workers=True",
-        {"num_workers": 4},
-        epochs=20,
-        rest_ms=1.0,
-    ),
     "pinning": Plant(
         lambda: Photos(size=200_000), r"set pin_memory=True", workers(4, pin_memory=False), gpu=True
     ),
