@@ -97,7 +97,8 @@ class Trained:
     @property
     def steps_ms(self) -> npt.NDArray[np.float64]:
         """Time of each step after the warm-up."""
-        return np.sum([*self.times_ms.values()], axis=0)[WARMUP:]
+        steps_ms: npt.NDArray[np.float64] = sum(self.times_ms.values(), np.zeros(1))
+        return steps_ms[WARMUP:]
 
     @property
     def phases_ms(self) -> dict[str, float]:

@@ -12,6 +12,9 @@ from lightning_gputime._diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
 pytest.importorskip("transformers")
 
 import answers
+import projects_cpu
+import projects_gpu
+from projects import Project
 
 
 @pytest.mark.slow
@@ -26,7 +29,7 @@ import answers
     ],
 )
 def test_timer_names_the_planted_problem(name: str) -> None:
-    [project] = (item for item in answers.projects_cpu.PROJECTS if item.name == name)
+    [project] = (item for item in projects_cpu.PROJECTS if item.name == name)
     if project.missing:
         pytest.skip(f"{project.missing} not installed")
     answer = answers.check(project, 1, show=False, device="cpu", small=False)
@@ -37,7 +40,7 @@ def test_timer_names_the_planted_problem(name: str) -> None:
 
 
 def test_programs_have_unique_names_and_known_culprits() -> None:
-    programs = [*answers.projects_cpu.PROJECTS, *answers.projects_gpu.PROJECTS]
+    programs = [*projects_cpu.PROJECTS, *projects_gpu.PROJECTS]
     assert max(Counter((item.device, item.name) for item in programs).values()) == 1
     planted = Counter(item.device for item in programs if item.culprits)
     assert {*planted} == {"cpu", "cuda"}
@@ -70,7 +73,8 @@ def judged(
     speed_up: float | None = None,
 ) -> Any:
     """Return the checks of a diagnosis of a removable problem, by name."""
-    project = answers.Project(device, "plain: test", codes, culprits, print, is_removable=True)
+    program: Any = None  # It does not run.
+    project = Project(device, "plain: test", codes, culprits, program, is_removable=True)
     return answers.judge(project, diagnosis, speed_up)["checks"]
 
 

@@ -1,4 +1,4 @@
-"""The experiments in examples/experiments, on the CPU."""
+"""The experiments in examples/experiments, on the CPU or on a GPU."""
 
 import math
 import runpy
@@ -70,3 +70,13 @@ def test_experiment_prints_its_numbers(
     found = run(name, **options)
     assert rows <= {*found}
     assert max(ms for row in found.values() for ms in row.values()) > 0
+
+
+@pytest.mark.gpu
+def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
+    # The CPU has little work, so that even on a slow host it takes less time than the device.
+    rows = run("pipeline", cpu_size=256)
+    whole = {name: row["whole, per iteration"] for name, row in rows.items()}
+    assert whole["synchronize"] > 1.1 * whole["no timer"]
+    # The work of the CPU varies by more than events cost.
+    assert whole["events"] - whole["no timer"] < 0.3 * (whole["synchronize"] - whole["no timer"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,11 @@ def test_host_wait_does_not_grow_with_untimed_steps(n: int, lag: int, loop: Loop
 @pytest.mark.parametrize("every_n_steps", [7, 10, 50])
 def test_sampled_logs_estimate_all_steps_and_come_when_due(every_n_steps: int) -> None:
     logger = Logger()
-    options = {"every_n_steps": every_n_steps, "logger": logger, "log_every_n_steps": 20}
+    options: dict[str, Any] = {
+        "every_n_steps": every_n_steps,
+        "logger": logger,
+        "log_every_n_steps": 20,
+    }
     trained = train(1000, "fetch", every(10, 20.0), lines=False, **options)
     # The first log comes after the first timed step.
     first = timed_indices(every_n_steps, 50)[0]
