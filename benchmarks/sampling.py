@@ -9,91 +9,60 @@ same on every machine.
     python benchmarks/sampling.py --loops 6     # a quick look
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, cycle, islice, product
+from itertools import cycle, islice, product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from record import environment, new_parser, save
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, phase
+from lightning_gputime.testing import MS, Adder, FakeEvent, FakeGPU, Layer
 
-MS = 1_000_000
 EVENT_US = 4.0
+BASE_MS = {"data": 0.05, "other": 0.05, "forward": 0.25, "backward": 0.35}
+"""Time of each phase of an ordinary step. In a loop of `patterns`, `other` varies by 20 %."""
 PERIODS = (7, 10, 25, 49, 50, 51, 64, 100, 500)
-PLACES = ("fetch", "body", "logger", "callback")
 PHASE_OF = {"fetch": "data", "body": "other", "logger": "logger", "callback": "callback"}
 THRESHOLDS = (0.05, 0.2)  # Shares at which the verdict on a phase changes.
 WARMUP = 5
 
 
-class ExactClock:
-    """Host clock that advances by `work`. Events cost `EVENT_US`, which is part of no phase."""
+class HostClock(FakeGPU):
+    """Host clock that advances by work. Events cost `EVENT_US`, which is part of no phase."""
 
     def __init__(self) -> None:
-        self.ns = self.worked_ns = 0
+        super().__init__()
+        self.worked_ns = 0
 
-    def work(self, ms: float) -> None:
-        self.ns += round(ms * MS)
+    def host_work(self, ms: float) -> None:
+        super().host_work(ms)
         self.worked_ns += round(ms * MS)
 
-    def event(self) -> "ExactEvent":
-        return ExactEvent(self)
+    def work(self, device_ms: float, host_ms: float = 0.0) -> None:
+        self.host_work(device_ms + host_ms)
 
-    def host_ns(self) -> int:
-        return self.ns
-
-    def is_capturing(self) -> bool:
-        return False
+    def event(self) -> FakeEvent:
+        return HostEvent(self)
 
 
-class ExactEvent:
-    """Event on an `ExactClock`. It is finished as soon as it is recorded."""
-
-    def __init__(self, clock: ExactClock) -> None:
-        self._clock, self._at = clock, 0
+class HostEvent(FakeEvent):
+    """Event that is finished as soon as it is recorded."""
 
     def record(self) -> None:
-        self._clock.ns += round(EVENT_US * 1e3)
-        self._at = self._clock.worked_ns
+        assert isinstance(self._gpu, HostClock)
+        self._gpu.now += round(EVENT_US * 1e3)
+        self._at = self._gpu.worked_ns
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         pass
-
-    def elapsed_time(self, end_event: "ExactEvent", /) -> float:
-        return (end_event._at - self._at) / MS
-
-
-class Work(torch.autograd.Function):
-    """Identity that takes time in forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Any, forward_ms: float, backward_ms: float) -> Tensor:
-        ctx.clock, ctx.backward_ms = clock, backward_ms
-        clock.work(forward_ms)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.clock.work(ctx.backward_ms)
-        return grads[0], None, None, None
-
-
-class Model(nn.Module):
-    def __init__(self, clock: ExactClock) -> None:
-        super().__init__()
-        self._clock = clock
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = Work.apply(x * self.weight, self._clock, 0.25, 0.35)  # type: ignore[no-untyped-call]
-        return found
 
 
 @dataclass(frozen=True)
@@ -110,7 +79,7 @@ def patterns(n: int) -> Iterator[Pattern]:
     rng = np.random.default_rng(0)
     sizes, lengths = cycle((2.0, 8.0, 40.0)), cycle((2_000, 2_000, 5_000, 20_000))
     pairs = [(period, offset) for period in PERIODS for offset in (0, -1, None)]
-    everywhere = [(place, *pair) for pair, place in product(pairs, PLACES)]
+    everywhere = [(place, *pair) for pair, place in product(pairs, PHASE_OF)]
     for place, period, offset in islice(
         (everywhere[i] for i in rng.permutation(len(everywhere))), n
     ):
@@ -118,50 +87,80 @@ def patterns(n: int) -> Iterator[Pattern]:
         yield Pattern(place, period, offset, next(sizes), next(lengths))
 
 
-def train(pattern: Pattern) -> tuple[GPUPhaseHooks, dict[str, float]]:
-    """Return the timer, and the true time of each phase without the warm-up (in milliseconds)."""
-    clock = ExactClock()
-    rng = np.random.default_rng(pattern.period)
-    model = Model(clock)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    true_ms = dict.fromkeys(("data", "other", "forward", "backward", "logger", "callback"), 0.0)
+@dataclass
+class Trained:
+    """A timer after training, and the true time of each phase in each step (in milliseconds)."""
 
-    def work(name: str, step: int, ms: float) -> None:
-        clock.work(ms)
-        if step >= WARMUP:
-            true_ms[name] += ms
+    timer: GPUPhaseHooks
+    times_ms: dict[str, npt.NDArray[np.float64]]
 
-    def extra(place: str, step: int) -> float:
-        is_due = place == pattern.place and step % pattern.period == pattern.offset
-        return pattern.extra_ms * float(rng.normal(1.0, 0.1)) if is_due else 0.0
+    @property
+    def steps_ms(self) -> npt.NDArray[np.float64]:
+        """Time of each step after the warm-up."""
+        steps_ms: npt.NDArray[np.float64] = sum(self.times_ms.values(), np.zeros(1))
+        return steps_ms[WARMUP:]
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """Time of each phase after the warm-up."""
+        return {name: float(times[WARMUP:].sum()) for name, times in self.times_ms.items()}
+
+
+def train(
+    n: int,
+    place: str = "fetch",
+    extra: Callable[[int], float] = lambda step: 0.0,
+    other: Callable[[], float] = lambda: 1.0,
+    **options: Any,
+) -> Trained:
+    """Train n steps, which take `extra(step)` ms longer at a place.
+
+    The time of the phase `other` is multiplied by `other()`.
+    """
+    clock = HostClock()
+    model = Layer(clock, BASE_MS["forward"], BASE_MS["backward"])
+    optimizer = Adder(model.parameters(), clock, 0.0)
+    times_ms = {name: np.zeros(n) for name in (*BASE_MS, PHASE_OF[place])}
+    for name in ("forward", "backward"):
+        times_ms[name] += BASE_MS[name]
+
+    def work(at: str, step: int, ms: float) -> None:
+        if at == place:
+            ms += extra(step)
+        clock.host_work(ms)
+        times_ms[PHASE_OF[at]][step] += ms
 
     def loader() -> Iterator[tuple[int, Tensor]]:
-        for step in count():
-            work("data", step, 0.05 + extra("fetch", step))
-            yield step, torch.ones(1)
+        for step in range(n):
+            work("fetch", step, BASE_MS["data"])
+            yield step, torch.ones(1, 2)
 
-    with GPUPhaseHooks(model, optimizer, _clock=clock) as timer:
-        for step, x in timer.steps(islice(loader(), pattern.steps)):
-            work("other", step, 0.05 * float(rng.uniform(0.8, 1.2)) + extra("body", step))
-            loss = model(x).sum()
-            loss.backward()
-            if step >= WARMUP:
-                true_ms["forward"] += 0.25
-                true_ms["backward"] += 0.35
+    with GPUPhaseHooks(model, optimizer, _clock=clock, **options) as timer:
+        for step, x in timer.steps(loader()):
+            work("body", step, BASE_MS["other"] * other())
+            model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if pattern.place == "callback":
+            if place == "callback":
                 with phase("callback"):
-                    work("callback", step, 0.02 + extra("callback", step))
-            elif (ms := extra("logger", step)) > 0:
+                    work("callback", step, 0.02)
+            elif place == "logger" and (ms := extra(step)) > 0:
                 with phase("logger"):
-                    work("logger", step, ms)
-    return timer, true_ms
+                    clock.host_work(ms)
+                    times_ms["logger"][step] += ms
+    return Trained(timer, times_ms)
 
 
-def judge(pattern: Pattern, timer: GPUPhaseHooks, true_ms: dict[str, float]) -> dict[str, Any]:
-    """Compare the shares of the summary with the true shares."""
-    summary = timer.summary()
+def check(pattern: Pattern) -> dict[str, Any]:
+    """Train a loop, and compare the shares of the summary with the true shares."""
+    rng = np.random.default_rng(pattern.period)
+
+    def extra(step: int) -> float:
+        is_due = step % pattern.period == pattern.offset
+        return pattern.extra_ms * float(rng.normal(1.0, 0.1)) if is_due else 0.0
+
+    trained = train(pattern.steps, pattern.place, extra, lambda: float(rng.uniform(0.8, 1.2)))
+    summary, true_ms = trained.timer.summary(), trained.phases_ms
     all_ms = sum(true_ms.values())
     planted = PHASE_OF[pattern.place]
     off, errors = {}, {}
@@ -187,7 +186,7 @@ def main() -> None:
     arguments = parser.parse_args()
     loops = []
     for pattern in patterns(arguments.loops):
-        loops.append(judge(pattern, *train(pattern)))
+        loops.append(check(pattern))
         if not loops[-1]["is_close"] or not loops[-1]["is_right"]:
             print("WRONG", pattern, loops[-1])
     off = np.concatenate([loop["off"] for loop in loops])

@@ -1,10 +1,9 @@
 """Train on two GPUs, and write the median times of each rank.
 
-python tests/gpu_run.py STRATEGY DIRECTORY [late]
+python tests/gpu_run.py STRATEGY DIRECTORY
 
 A strategy is one of Lightning's, or a plain loop with DeepSpeed's engine: "zero1" or "zero3". The
-loop runs in two CPU processes if there is no GPU. With `late` and a strategy of Lightning's, the
-second GPU spins in the loss of each step.
+loop runs in two CPU processes if there is no GPU.
 """
 
 import json
@@ -27,9 +26,8 @@ from lightning_gputime._timer import Timer
 class Net(pl.LightningModule):
     """A net that is large enough to be sharded."""
 
-    def __init__(self, late: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.late = late
         self.net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
 
     def configure_model(self) -> None:
@@ -47,8 +45,6 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self(batch[0]).pow(2).mean()
-        if self.late and self.global_rank == 1:
-            torch.cuda._sleep(40_000_000)  # About 20 ms.
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -71,8 +67,6 @@ def write(timer: Timer, rank: int, directory: Path) -> None:
     times = {name: row.p50_ms for name, row in rows.items()}
     (directory / f"rank{rank}.json").write_text(json.dumps(times))
     if rank == 0:
-        ranks = timer.summary().ranks
-        (directory / "sentence.txt").write_text("" if ranks is None else ranks.sentence)
         print(timer.summary())
 
 
@@ -107,7 +101,7 @@ def train_engine(rank: int, stage: int, directory: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main(name: str, directory: Path, late: bool) -> None:
+def main(name: str, directory: Path) -> None:
     if name.startswith("zero"):
         spawn(train_engine, (int(name[-1]), str(directory)), nprocs=2)
         return
@@ -117,8 +111,8 @@ def main(name: str, directory: Path, late: bool) -> None:
     timer = GPUPhaseTimer(print_summary=False)
     loader = DataLoader(TensorDataset(torch.randn(40 * 512, 4096)), batch_size=256)
     options: dict[str, Any] = {"accelerator": "gpu", "devices": 2, "strategy": strategy}
-    trainer(timer, Writer(timer, directory), **options).fit(Net(late), loader)
+    trainer(timer, Writer(timer, directory), **options).fit(Net(), loader)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), "late" in sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]))

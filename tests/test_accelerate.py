@@ -1,7 +1,6 @@
 """The loops of other libraries, unchanged: Accelerate and Hugging Face's Trainer."""
 
 import json
-import runpy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_gputime import GPUPhaseHooks
 
 accelerate: Any = pytest.importorskip("accelerate")
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def train(
@@ -85,16 +82,3 @@ def test_accelerate_test_scripts_have_one_step_per_update(script: str, updates: 
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     printed = run(*ranks, Path(__file__).parent / "accelerate_run.py", script)
     assert json.loads(printed.splitlines()[-1]) == updates
-
-
-def test_transformers_example_times_every_phase(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    main = runpy.run_path(str(EXAMPLES / "huggingface.py"))["main"]
-    timer: Any = main(max_steps=8, output_dir=str(tmp_path))
-    assert timer.history()["step"].tolist() == list(range(1, 9))
-    assert {"data", "forward", "loss", "backward", "optimizer"} <= set(timer.summary().rows)
-    assert (timer.history()["backward_ms"] > 0).all()
-    assert timer.summary().skipped_updates == 0
-    assert str(timer.summary()) in capsys.readouterr().out

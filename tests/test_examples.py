@@ -38,12 +38,17 @@ def example(script: Any) -> Any:
     return lambda name, **options: script(name)["main"](**options)
 
 
+def all_steps(timer: Any) -> int:
+    """Return the number of all steps, timed or not."""
+    measured = timer.summary().measurement
+    return int(measured.warmup_steps + measured.steps + measured.untimed_steps)
+
+
 def test_quickstart_example_logs_to_csv_and_tensorboard(
     example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = example("quickstart.py", max_epochs=2, log_dir=str(tmp_path))
-    found = timer.summary()
-    assert found.measurement.warmup_steps + found.steps + found.measurement.untimed_steps == 48
+    assert all_steps(timer) == 48
     # The table was printed before the time of the fit was complete.
     breakdown, title, printed = str(timer.summary()).partition("Time per step")
     assert "Time breakdown of the fit" in breakdown
@@ -65,9 +70,32 @@ def test_quickstart_example_logs_to_csv_and_tensorboard(
         assert [event.step for event in events.Scalars(key)] == [9, 19, 29, 39, 47]
 
 
-def test_plain_example_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    timer = example("plain_pytorch.py", max_epochs=1)
-    assert set(timer.summary().rows) == set(PHASES)
+@pytest.mark.parametrize(
+    ("name", "options", "package", "n"),
+    [
+        ("plain_pytorch.py", {"max_epochs": 1}, "torch", 29),
+        ("ignite_loop.py", {"max_epochs": 2}, "ignite", 32),
+        ("huggingface.py", {"max_steps": 8}, "transformers", 8),
+    ],
+)
+def test_example_times_every_phase(
+    name: str,
+    options: dict[str, int],
+    package: str,
+    n: int,
+    example: Any,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    timer = example(name, **options)
+    assert all_steps(timer) == n
+    rows = {row for row in timer.summary().rows if "/" not in row}
+    assert rows - {"callbacks"} == {*PHASES}
+    assert (timer.history()["backward_ms"] > 0).all()
+    assert timer.summary().skipped_updates == 0
     assert str(timer.summary()) in capsys.readouterr().out
 
 
@@ -128,7 +156,6 @@ def test_notebook_contains_the_outputs_of_one_run(notebook: str) -> None:
     kinds = {kind for output in outputs for kind in output.get("data", ())}
     assert {"text/html", "text/plain"} <= kinds
     assert "error" not in {output["output_type"] for output in outputs}
-    assert (EXAMPLES / notebook).stat().st_size < 60_000
 
 
 @pytest.mark.slow
@@ -229,15 +256,6 @@ def test_evaluation_example_logs_all_loops(example: Any, tmp_path: Path) -> None
     metrics = example("evaluation.py", max_epochs=1, log_dir=str(tmp_path))
     for stage in ("", "val/", "test/"):
         assert metrics[f"phase_time/{stage}forward_ms"] > 0
-
-
-def test_ignite_example_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ignite")
-    timer = example("ignite_loop.py", max_epochs=2)
-    assert timer.history()["step"].tolist() == list(range(32))
-    assert set(timer.summary().rows) == set(PHASES)
-    assert timer.summary().skipped_updates == 0
-    assert str(timer.summary()) in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray warns.

@@ -102,18 +102,30 @@ def generate_in_eval_mode(model: Gpt, calls: int = 1) -> None:
 STEP = {"other": 0.25, "forward": CALL_MS}
 
 
-@pytest.mark.parametrize("how", [generate, generate_in_eval_mode])
-def test_generation_in_each_step_is_generate(model: Gpt, how: Callable[[Gpt], object]) -> None:
-    assert train(model, lambda _: how(model)) == [{**STEP, "generate": GENERATE_MS}] * 24
+def generate_in_a_named_phase(model: Gpt) -> None:
+    with phase("rollout"):
+        generate(model)
 
 
-def test_generation_inside_a_named_phase_belongs_to_that_phase(model: Gpt) -> None:
-    def rollout(_: int) -> None:
-        with phase("rollout"):
-            generate(model)
+def generate_and_raise(model: Gpt) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.generate(PROMPT, max_new_tokens=-1)
 
-    # The named phase has a model call, so the time until the next call is `forward`.
-    assert train(model, rollout) == [{"rollout": GENERATE_MS, "forward": CALL_MS + 0.25}] * 24
+
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        (generate, {**STEP, "generate": GENERATE_MS}),
+        (generate_in_eval_mode, {**STEP, "generate": GENERATE_MS}),
+        # The named phase has a model call, so the time until the next call is `forward`.
+        (generate_in_a_named_phase, {"rollout": GENERATE_MS, "forward": CALL_MS + 0.25}),
+        (generate_and_raise, STEP),
+    ],
+)
+def test_generation_in_each_step_is_generate_or_its_named_phase(
+    model: Gpt, rollout: Callable[[Gpt], object], expected: dict[str, float]
+) -> None:
+    assert train(model, lambda _: rollout(model)) == [expected] * 24
 
 
 def test_generation_inside_a_model_call_is_forward(gpu: FakeGPU) -> None:
@@ -136,14 +148,6 @@ def test_validation_that_generates_is_in_no_step(model: Gpt) -> None:
             generate_in_eval_mode(model, calls=5)
 
     assert train(model, validate) == [STEP] * 24
-
-
-def test_generation_that_raises_ends_its_phase(model: Gpt) -> None:
-    def rollout(_: int) -> None:
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            model.generate(PROMPT, max_new_tokens=-1)
-
-    assert train(model, rollout) == [STEP] * 24
 
 
 def test_generation_class_is_patched_once(model: Gpt) -> None:

@@ -1,14 +1,12 @@
 """Python calls per step stay within the recorded bounds."""
 
 import json
-import runpy
-from pathlib import Path
 from typing import Any
 
+import host_counts
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-RECORDED = json.loads((BENCHMARKS / "host_bounds.json").read_text())
+RECORDED = json.loads(host_counts.BOUNDS.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +14,7 @@ def counted() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # Ignore code that other tests compiled, which would keep hooks attached.
         patch.setattr("lightning_gputime._session.session.has_compiled", lambda: False)
-        patch.syspath_prepend(str(BENCHMARKS))
-        return runpy.run_path(str(BENCHMARKS / "host_counts.py"))["count_all"]()
+        return host_counts.count_all()
 
 
 @pytest.mark.filterwarnings("ignore")  # The Trainer warns about its options.

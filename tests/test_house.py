@@ -30,11 +30,6 @@ above the types of the diagnosis.
 FLOOR_OF = {room: n for n, rooms in enumerate(FLOORS.split(",")) for room in rooms.split()}
 
 
-SITE = "_auto_instrumentation.site"  # A folder of scripts, not a package.
-OTHER_NAMES = ("callbacks_factory", "run", "site", "sitecustomize")
-"""Names in docstrings of packages that are neither modules nor defined there."""
-
-
 def room_of(module: str) -> str:
     return module if module in FLOOR_OF else module.partition(".")[0]
 
@@ -80,22 +75,6 @@ def test_modules_import_only_from_lower_floors_without_cycles() -> None:
     # Raises CycleError if there is an import cycle.
     assert {*TopologicalSorter(imported).static_order()} == {*MODULES}
     assert imported["__main__"] >= {"__init__", "_auto_instrumentation.command"}
-
-
-@pytest.mark.parametrize("package", [name for name in MODULES if name.endswith("__init__")])
-def test_docstring_of_a_package_names_modules_that_exist(package: str) -> None:
-    folder = package.rpartition("__init__")[0]
-    modules = {name.removeprefix(folder) for name in MODULES if name.startswith(folder)}
-    # `__init__` defines other names, and folders are rooms.
-    known = modules | {*MODULES, *FLOOR_OF} | {name.partition(".")[0] for name in MODULES}
-    known |= names_in(MODULES[package]) | {*OTHER_NAMES}
-    names = re.findall(r"`([a-z_][a-z_.]*)`", ast.get_docstring(MODULES[package]) or "")
-    assert [name for name in names if name not in known] == []
-
-
-def test_each_folder_says_what_it_contains() -> None:
-    folders = {name.rpartition(".")[0] for name in MODULES if "." in name} - {SITE}
-    assert [name for name in folders if not ast.get_docstring(MODULES[f"{name}.__init__"])] == []
 
 
 def test_lightning_is_imported_only_where_allowed() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return displayed
 
 
-def test_pytest_is_not_a_notebook() -> None:
-    assert not in_notebook()
-
-
 def test_notebook_shows_the_table_as_html_when_training_ends(
     gpu: FakeGPU, shown: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,30 +39,32 @@ def test_notebook_shows_the_table_as_html_when_training_ends(
     assert "Time per step" not in capsys.readouterr().out
 
 
-def test_fork_of_a_notebook_is_no_notebook(
-    shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def leave_the_process(ipython: Any) -> None:
+    ipython.kernel.session.pid = 1
+
+
+def run_on_a_terminal(ipython: Any) -> None:
+    ipython.get_ipython = SimpleNamespace
+
+
+def run_outside_of_a_shell(ipython: Any) -> None:
+    ipython.get_ipython = lambda: None
+
+
+def remove_the_shell(ipython: Any) -> None:
+    del ipython.get_ipython
+
+
+@pytest.mark.usefixtures("shown")
+@pytest.mark.parametrize(
+    "change", [leave_the_process, run_on_a_terminal, run_outside_of_a_shell, remove_the_shell]
+)
+def test_fork_or_terminal_is_not_a_notebook(change: Callable[[Any], None]) -> None:
     assert in_notebook()
-    sys.modules["IPython"].kernel.session.pid = 1
+    change(sys.modules["IPython"])
     assert not in_notebook()
 
 
-@pytest.mark.parametrize("shell", [None, SimpleNamespace()])
-def test_ipython_on_a_terminal_is_not_a_notebook(
-    shell: Any, shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: shell)
-    assert not in_notebook()
-    monkeypatch.delattr(sys.modules["IPython"], "get_ipython")
-    assert not in_notebook()
-
-
-def test_timer_shows_its_summary_as_html(loop: Loop) -> None:
+def test_timer_without_steps_shows_why_as_html(loop: Loop) -> None:
     with hooks(loop) as timer:
         assert "No step was timed" in timer._repr_html_()
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-    text = timer._repr_html_()
-    assert "<strong>" in text
-    assert ">backward</td>" in text
-    assert "<code>" in text

@@ -1,100 +1,21 @@
 """Estimates over all steps if only some are timed, in loops of known times."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import MS, STEP_MS, Adder, FakeEvent, FakeGPU, Layer
-from fake_loop import Logger, Loop, hooks, timed_indices
+from fake_gpu import STEP_MS, Layer
+from fake_loop import Logger, Loop, timed_indices
 from fake_loop import train as train_loop
-from torch import Tensor
+from sampling import BASE_MS, WARMUP, HostClock, train
 
-from lightning_gputime import GPUPhaseHooks, phase
+from lightning_gputime import GPUPhaseHooks
 
-BASE_MS = {"data": 0.05, "forward": 0.25, "backward": 0.35, "other": 0.15}
 SHORT_MS = sum(BASE_MS.values())
-WARMUP = 5
-
-
-class HostClock(FakeGPU):
-    """A host clock on which recording an event takes 4 us, which belong to no phase."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.worked_ns = 0
-
-    def host_work(self, ms: float) -> None:
-        super().host_work(ms)
-        self.worked_ns += round(ms * MS)
-
-    def work(self, device_ms: float, host_ms: float = 0.0) -> None:
-        self.host_work(device_ms + host_ms)
-
-    def event(self) -> FakeEvent:
-        return HostEvent(self)
-
-
-class HostEvent(FakeEvent):
-    def record(self) -> None:
-        assert isinstance(self._gpu, HostClock)
-        self._gpu.now += 4_000
-        self._at = self._gpu.worked_ns
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-@dataclass
-class Trained:
-    """A timer after training, and the true times after the warm-up."""
-
-    timer: GPUPhaseHooks
-    steps_ms: list[float]
-    phases_ms: dict[str, float]
-
-    @property
-    def mean_ms(self) -> float:
-        return sum(self.steps_ms) / len(self.steps_ms)
-
-
 Extra = Callable[[int], float]
-
-
-def train(n: int, place: str = "data", extra: Extra = lambda i: 0.0, **options: Any) -> Trained:
-    """Train `n` steps that take `extra(step)` ms longer in the phase `place`."""
-    clock = HostClock()
-    loop = Loop(clock, Layer(clock, BASE_MS["forward"], BASE_MS["backward"]))
-    loop.optimizer = Adder(loop.model.parameters(), clock, 0.0)
-    phases_ms = dict.fromkeys((*BASE_MS, place), 0.0)
-    steps_ms = []
-
-    def work(i: int, name: str) -> None:
-        clock.host_work(BASE_MS.get(name, 0.0) + (extra(i) if name == place else 0.0))
-
-    def loader() -> Iterator[Tensor]:
-        for i in range(n):
-            work(i, "data")
-            yield torch.ones(4, 2)
-
-    with hooks(loop, warmup_steps=WARMUP, **options) as timer:
-        for i, x in enumerate(timer.steps(loader())):
-            work(i, "other")
-            loop.model(x).sum().backward()
-            loop.update()
-            if place not in BASE_MS:
-                with phase(place):
-                    work(i, place)
-            if i >= WARMUP:
-                for name in phases_ms:
-                    phases_ms[name] += BASE_MS.get(name, 0.0) + extra(i) * (name == place)
-                steps_ms.append(SHORT_MS + extra(i))
-    return Trained(timer, steps_ms, phases_ms)
+"""A function that returns by how many ms a step is longer."""
 
 
 def every(period: int, ms: float, offset: int = 0) -> Extra:
@@ -102,18 +23,18 @@ def every(period: int, ms: float, offset: int = 0) -> Extra:
 
 
 CASES: dict[str, tuple[str, Extra]] = {
-    "a fetch after each log": ("data", every(50, 8.0, 1)),
-    "a fetch in 1 of 10 steps": ("data", every(10, 20.0)),
-    "a jump at step 110": ("other", lambda i: 3.5 if i >= 110 else 0.0),
+    "a fetch after each log": ("fetch", every(50, 8.0, 1)),
+    "a fetch in 1 of 10 steps": ("fetch", every(10, 20.0)),
+    "a jump at step 110": ("body", lambda i: 3.5 if i >= 110 else 0.0),
     "a logger at i % 50": ("logger", every(50, 20.0)),
     "a logger at (i + 1) % 50": ("logger", every(50, 20.0, 1)),
 }
-"""Phases that take longer in some steps, by how many ms."""
+"""Places at which some steps take longer, and by how many ms."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_shares_estimate_those_of_all_steps(case: str) -> None:
-    trained = train(3000, *CASES[case])
+    trained = train(3000, *CASES[case], lines=False)
     summary = trained.timer.summary()
     assert summary.steps < len(trained.steps_ms)
     all_ms = sum(trained.phases_ms.values())
@@ -123,17 +44,18 @@ def test_sampled_shares_estimate_those_of_all_steps(case: str) -> None:
         assert abs(row.share - ms / all_ms) <= max(0.03, row.share_error), name
         assert abs(row.share - ms / all_ms) <= row.share_error + 0.01, name
     # Recording events adds time to the loop, but not to its steps.
-    assert summary.step.mean_ms == pytest.approx(trained.mean_ms, rel=0.02)
+    assert summary.step.mean_ms == pytest.approx(trained.steps_ms.mean(), rel=0.02)
 
 
 @pytest.mark.parametrize(("period", "offset"), [(10, 1), (50, 0), (51, 13)])
 def test_periodic_work_is_not_a_slowdown(period: int, offset: int) -> None:
-    trained = train(600, "data", every(period, 0.64 * period, offset))
+    trained = train(600, "fetch", every(period, 0.64 * period, offset), lines=False)
     assert trained.timer.summary().slowdown is None
 
 
 def test_sampled_percentiles_estimate_those_of_all_steps() -> None:
-    summary = train(3000, *CASES["a fetch in 1 of 10 steps"]).timer.summary()
+    trained = train(3000, *CASES["a fetch in 1 of 10 steps"], lines=False)
+    summary = trained.timer.summary()
     assert summary.step.p5_ms == pytest.approx(SHORT_MS, rel=0.05)
     assert summary.step.p50_ms == pytest.approx(SHORT_MS, rel=0.05)
     assert summary.step.p95_ms == pytest.approx(SHORT_MS + 20.0, rel=0.02)
@@ -142,15 +64,17 @@ def test_sampled_percentiles_estimate_those_of_all_steps() -> None:
 
 def test_long_untimed_step_is_reported_as_not_sampled() -> None:
     # A single long step after the first steps is timed only by chance.
-    runs = [train(2000, "data", every(10_000, 400.0, -at)) for at in (1203, 1437, 1666)]
+    runs = [
+        train(2000, "fetch", every(10_000, 400.0, -at), lines=False) for at in (1203, 1437, 1666)
+    ]
     summaries = [(run, run.timer.summary()) for run in runs]
     reported = [pair for pair in summaries if pair[1].measurement.not_sampled_steps]
     assert reported
     for run, summary in reported:
         assert summary.measurement.not_sampled_steps == 1
-        long_share = (400.0 + SHORT_MS) / sum(run.steps_ms)
+        long_share = (400.0 + SHORT_MS) / run.steps_ms.sum()
         assert summary.measurement.not_sampled_share == pytest.approx(long_share, rel=0.03)
-        assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
+        assert summary.step.mean_ms == pytest.approx(run.steps_ms.mean(), rel=0.02)
         assert summary.step.max_ms == pytest.approx(400.0 + SHORT_MS, rel=0.02)
         shares = sum(row.share for name, row in summary.rows.items() if "/" not in name)
         assert shares + summary.measurement.not_sampled_share == pytest.approx(1.0)
@@ -188,8 +112,12 @@ def test_host_wait_does_not_grow_with_untimed_steps(n: int, lag: int, loop: Loop
 @pytest.mark.parametrize("every_n_steps", [7, 10, 50])
 def test_sampled_logs_estimate_all_steps_and_come_when_due(every_n_steps: int) -> None:
     logger = Logger()
-    options = {"every_n_steps": every_n_steps, "logger": logger, "log_every_n_steps": 20}
-    trained = train(1000, "data", every(10, 20.0), **options)
+    options: dict[str, Any] = {
+        "every_n_steps": every_n_steps,
+        "logger": logger,
+        "log_every_n_steps": 20,
+    }
+    trained = train(1000, "fetch", every(10, 20.0), lines=False, **options)
     # The first log comes after the first timed step.
     first = timed_indices(every_n_steps, 50)[0]
     due = [number for number in range(19, 1000, 20) if number >= first]
@@ -197,4 +125,4 @@ def test_sampled_logs_estimate_all_steps_and_come_when_due(every_n_steps: int) -
     # All logs have the same keys, because a CSV file has the columns of its first row.
     assert len({frozenset(metrics) for _, metrics in logger.calls}) == 1
     means = [metrics["phase_time/step_ms"] for _, metrics in logger.calls[1:]]
-    assert math.fsum(means) / len(means) == pytest.approx(trained.mean_ms, rel=0.02)
+    assert math.fsum(means) / len(means) == pytest.approx(trained.steps_ms.mean(), rel=0.02)
