@@ -72,15 +72,12 @@ def _package_of(trainer: Any) -> str:
 
 def step_counter(trainer: Any) -> Callable[[], int]:
     """Return a function that returns the number Lightning logs the current step under."""
-    # Not `global_step`: it counts each optimizer that Lightning wraps, so a batch with two of them
-    # counts twice, and a batch without any does not count.
     loop = _epoch_loop(trainer)
     if _STEPS.is_in(loop):
         return partial(getattr, loop, _STEPS.attribute)
-    progress = getattr(loop, "batch_progress", None)
-    if progress is None:
-        return lambda: max(trainer.global_step - 1, 0)  # This step has been counted.
-    return lambda: int(progress.total.completed // trainer.accumulate_grad_batches)
+    # The next best has already counted this step. It counts each optimizer that Lightning wraps, so
+    # a batch with two of them counts twice, and a batch without any does not count.
+    return lambda: max(trainer.global_step - 1, 0)
 
 
 def is_step_compiled(model: Any) -> bool:
