@@ -101,7 +101,7 @@ class FunctionPatch:
             # Other code may read attributes of the original function.
             vars(method).update(attributes_of(self._call))
             self.replacement = method
-        self._register()
+        _patches[id(_object_of(self._installed))] = self
         # Compiled code calls this package only through patches, so the first patch is early enough.
         apply_compile_skips()
 
@@ -160,10 +160,6 @@ class FunctionPatch:
     def _installed(self) -> Any:
         """The object that replaces the function."""
         return self if self.replacement is None else self.replacement
-
-    def _register(self) -> None:
-        """Let `patch_of` find the patch by the object that it sets."""
-        _patches[id(_object_of(self._installed))] = self
 
     @property
     def is_applied(self) -> bool:
