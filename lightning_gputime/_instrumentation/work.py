@@ -195,7 +195,7 @@ class WorkCounter:
                 self._batch_items = items.of(batch)
             return
         if type(batch) is items.kind:
-            # The most common case: a batch like the last.
+            # Same as `Items.of` in the most common case, without another call.
             try:
                 first = batch if items.key is None else batch[items.key]
                 self._batch_items = first.shape[0]
@@ -252,7 +252,7 @@ class Items:
         # Type of the last batch, and the key of its first tensor; no key if the batch is a tensor.
         self.kind: Any = None
         self.key: Any = None
-        self.of: Callable[[Any], float] = self._of_tensors
+        self.of: Callable[[Any], float] = self._of_first
         """Function that returns the number of items in a batch, or NaN if unknown."""
         self.source = "the first dimension of the batch's first tensor"
         """Description of where the number comes from."""
@@ -262,14 +262,18 @@ class Items:
             self.fixed = float(option)
             self.of, self.source = lambda _: self.fixed, f"items={self.fixed:g}"
 
-    def _of_tensors(self, batch: Any) -> float:
+    def _of_first(self, batch: Any) -> float:
+        if type(batch) is self.kind:
+            with suppress(Exception):  # Its structure may differ from that of the last batch.
+                return float((batch if self.key is None else batch[self.key]).shape[0])
+        return self._search(batch) if isinstance(batch, (Tensor, Mapping, list, tuple)) else nan
+
+    def _search(self, batch: Any) -> float:
         """Return the size of the first dimension if it is the same in all tensors, else NaN.
 
         Remember where the first tensor is, if that is at the top level of the batch.
         """
         self.kind = None
-        if not isinstance(batch, Tensor | Mapping | list | tuple):
-            return nan
         # A list of dicts contains rows that were not collated. The number of rows is then not the
         # size of a tensor.
         if isinstance(batch, list) and batch and isinstance(batch[0], Mapping):
