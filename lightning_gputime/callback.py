@@ -376,15 +376,9 @@ def _may_update(optimizer: Any) -> bool:
 
 def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> LogWriter:
     """Return a writer to a trainer's loggers and `callback_metrics`."""
-    publish_to = partial(_publish, trainer)
+    publish = partial(lightning_.publish, trainer)
     groups = options.logged_groups
-    return LogWriter(options.prefix, trainer.loggers, publish_to, groups=groups, row=row)
-
-
-def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    """Add metrics to `callback_metrics`, where other callbacks find them."""
-    values = torch.tensor([*metrics.values()]).unbind()  # Faster than a call for each metric.
-    lightning_.publish(trainer, dict(zip(metrics, values, strict=True)))
+    return LogWriter(options.prefix, trainer.loggers, publish, groups=groups, row=row)
 
 
 def _wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
@@ -616,7 +610,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
             Loop(model, wrapper=_wrapper_of(trainer), wrap_backward=False),
             lightning_.step_counter(trainer)(),
-            partial(_publish, trainer),
+            partial(lightning_.publish, trainer),
             trainer.loggers,
             row={"epoch": trainer.current_epoch},
             setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **settings),

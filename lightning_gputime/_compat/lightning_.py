@@ -106,12 +106,13 @@ def loop_entries(trainer: Any) -> dict[str, tuple[Any, str]]:
     return {name: entry for name, entry in entries.items() if hasattr(*entry)}
 
 
-def publish(trainer: Any, metrics: Mapping[str, Any]) -> None:
+def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
     """Add metrics to `callback_metrics`, where other callbacks look for them."""
     # Update in one call, because each access collects all metrics.
     live = _LIVE_METRICS.of(trainer)
     if isinstance(live, dict):
-        live.update(metrics)
+        values = torch.tensor([*metrics.values()]).unbind()  # Faster than a call for each metric.
+        live.update(zip(metrics, values, strict=True))
 
 
 def is_idle(profiler: object) -> bool:
