@@ -255,7 +255,6 @@ class Timer(Tabular):
         return StagedLoaders(includes, self._host_ns, self._culprits.add_loader)
 
     def _time_loader(self) -> None:
-        """Time the stages of the newest loader."""
         self._session.attach_until_end(self._staged_loaders(self, "_loader"))
 
     def _time_saves(self, trainer: Any, name: str) -> None:

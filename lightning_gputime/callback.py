@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from inspect import signature
@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._compat import lightning_
+from lightning_gputime._compat.lightning_ import IN_STEP
 from lightning_gputime._instrumentation.loop import BatchState, Loop, is_optimizer, parameters_of
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._instrumentation.trainer_actions import FitActions
@@ -47,6 +48,8 @@ _MODEL_METHODS = ("log", "log_dict")
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
+_BATCH_START = "on_train_batch_start"
+
 _SAVED = "The run up to the exception is saved in %s"
 
 # If the first 100 due updates are all missing, the trainer's count of batches ends steps. With
@@ -62,7 +65,6 @@ class Fit(BatchState):
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
         timer: The timer.
-        idle_hooks: See `FitActions`.
         fail: Function that is called with errors of the methods that run in every batch.
     """
 
@@ -75,14 +77,15 @@ class Fit(BatchState):
         trainer: Any,
         model: Any,
         wall_clock: WallClock,
-        timer: pl.Callback,
-        idle_hooks: Sequence[str],
+        timer: "GPUPhaseTimer",
         fail: Callable[[Exception], None],
     ) -> None:
         self.trainer, self._model, self._wall_clock, self._fail = trainer, model, wall_clock, fail
+        self._timer = timer
         self._session: AnySession = NEVER_ATTACHED
         self.start_update: Callable[[], None] = do_nothing
-        self._actions = FitActions(trainer, model, wall_clock, timer, idle_hooks, fail)
+        self._actions = FitActions(trainer, model, wall_clock, timer, fail)
+        self._may_skip_hooks = lightning_.skips_absent_hooks(trainer, timer)
         self._step_number = lightning_.step_counter(trainer)
         self.row = dict[str, float]()
         """Further values of each logged row: the epoch of its steps."""
@@ -100,9 +103,9 @@ class Fit(BatchState):
             _MAX_MISSING_UPDATES if model.automatic_optimization else _MAX_MISSING_MANUAL
         )
 
-    def loop(self, timer_class: type) -> Loop:
+    def loop(self) -> Loop:
         """Describe the loop in which the trainer trains the model."""
-        trainer, model = self.trainer, self._model
+        trainer, model, timer_class = self.trainer, self._model, type(self._timer)
         wrappers = [] if model.automatic_optimization else model.optimizers()
         others = [other for other in trainer.callbacks if not isinstance(other, timer_class)]
         logs_every_step = trainer.log_every_n_steps == 1 and len(trainer.loggers) > 0
@@ -128,10 +131,12 @@ class Fit(BatchState):
         self._session = session
         # An alias, because the Trainer calls it in every step.
         self.start_update = session.optimizer.update_begins
+        self._skip_hooks(hook for hook in IN_STEP if not lightning_.defines(self._timer, hook))
         self._actions.listen(self, session.recorder)
 
     def remove(self) -> None:
         self._actions.remove()
+        self._restore_hooks((*IN_STEP, _BATCH_START))
         # The session's hooks refer to this object as their `BatchState`.
         self._session, self.start_update = REMOVED, do_nothing
 
@@ -267,9 +272,25 @@ class Fit(BatchState):
             return
         self.has_hooks = has_hooks
         if has_hooks:
+            self._restore_hooks((_BATCH_START,))
             self._actions.resume()
-        else:
-            self._actions.suspend()
+            return
+        self._actions.suspend()
+        # A subclass may use the hook itself.
+        if type(self._timer).on_train_batch_start is GPUPhaseTimer.on_train_batch_start:
+            self._skip_hooks((_BATCH_START,))
+
+    # A Trainer takes several us to call a hook of the timer, even if it does nothing, but skips a
+    # hook that is None.
+
+    def _skip_hooks(self, hooks: Iterable[str]) -> None:
+        if self._may_skip_hooks:
+            vars(self._timer).update(dict.fromkeys(hooks))
+
+    def _restore_hooks(self, hooks: Iterable[str]) -> None:
+        for hook in hooks:
+            if vars(self._timer).get(hook, self) is None:
+                del vars(self._timer)[hook]
 
     def _decide_step_end(self, batch_idx: int) -> bool:
         """Decide by the updates of this batch whether it ends a step. Return True if it does.
@@ -355,15 +376,9 @@ def _may_update(optimizer: Any) -> bool:
 
 def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> LogWriter:
     """Return a writer to a trainer's loggers and `callback_metrics`."""
-    publish_to = partial(_publish, trainer)
+    publish = partial(lightning_.publish, trainer)
     groups = options.logged_groups
-    return LogWriter(options.prefix, trainer.loggers, publish_to, groups=groups, row=row)
-
-
-def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    """Add metrics to `callback_metrics`, where other callbacks find them."""
-    values = torch.tensor([*metrics.values()]).unbind()  # Faster than a call for each metric.
-    lightning_.publish(trainer, dict(zip(metrics, values, strict=True)))
+    return LogWriter(options.prefix, trainer.loggers, publish, groups=groups, row=row)
 
 
 def _wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
@@ -427,7 +442,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # A copy must not refer to a trainer.
         detached = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
         state = {**super().__getstate__(), **detached}
-        # `AbsentHooks` may have set hooks to None.
+        # `Fit` may have set hooks to None.
         return {
             name: value
             for name, value in state.items()
@@ -518,13 +533,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.results.clear()
         lightning_.report_missing_names(trainer, pl_module)
         self._start_clock(trainer, None)
-        # A subclass may use the hook itself.
-        own = type(self).on_train_batch_start is GPUPhaseTimer.on_train_batch_start
-        idle_hooks = ["on_train_batch_start"] if own else []
-        fit = Fit(trainer, pl_module, self._wall_clock, self, idle_hooks, self._give_up)
+        fit = Fit(trainer, pl_module, self._wall_clock, self, self._give_up)
         session = self._start(
             self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
-            fit.loop(type(self)),
+            fit.loop(),
             MeanLog(trainer.log_every_n_steps, _log_writer_of(trainer, self._options, fit.row)),  # type: ignore[attr-defined]  # has no hint
             lightning_.functions_to_name(trainer, pl_module, type(self)),
             precision=str(trainer.precision),
@@ -598,7 +610,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
             Loop(model, wrapper=_wrapper_of(trainer), wrap_backward=False),
             lightning_.step_counter(trainer)(),
-            partial(_publish, trainer),
+            partial(lightning_.publish, trainer),
             trainer.loggers,
             row={"epoch": trainer.current_epoch},
             setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **settings),

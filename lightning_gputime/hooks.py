@@ -61,12 +61,16 @@ _LEFT_OVER = (
 )
 
 
-class _Seen(Enum):
-    """What a loop over `steps` has done with its batches so far."""
+class _Use(Enum):
+    """What a loop over `steps` does with its batches, by the batches so far.
 
-    NOTHING = 0
+    It changes from `UNKNOWN` to `AHEAD` or `TRAINING`, which are final, or to `EVALUATION`, after
+    which it may still change to `TRAINING`.
+    """
+
+    UNKNOWN = 0
     AHEAD = 1  # It fetches a batch before it works on the previous batch.
-    EVALUATION = 2  # It has only evaluated. A later batch may still train.
+    EVALUATION = 2
     TRAINING = 3
 
 
@@ -156,7 +160,7 @@ class _PlainLoop(BatchState):
             timer._session.keep_hooks()
         timer._safely(self.begin)
         timer._read_loader(iterable, in_data=True)
-        seen, wall_clock = _Seen.NOTHING, self._wall_clock
+        use, wall_clock = _Use.UNKNOWN, self._wall_clock
         self.is_fetching = True
         wall_clock.start_loop()
         try:
@@ -179,52 +183,53 @@ class _PlainLoop(BatchState):
                 session = timer._session  # The body may have removed or attached the timer.
                 try:
                     label = session.recorder.label  # None in an untimed step.
-                    if seen is _Seen.TRAINING:
+                    if use is _Use.TRAINING:
                         # `batch_begins` has marked `other`. If that is still the label, the body
                         # may have skipped the batch.
-                        has_worked = label != OTHER
+                        is_usual = label != OTHER
                     else:
-                        has_worked = label is None and seen is not _Seen.NOTHING
-                    if has_worked and self._body is body:
+                        # Only a timed batch shows whether it trains.
+                        is_usual = label is None and use is not _Use.UNKNOWN
+                    if is_usual and self._body is body:
                         # The most common case: `_end_unusual_batch` decides on all others.
                         self._body = None
                         has_called_step = body != (self._step, self._micro_batches)
                         if session.is_attached and not has_called_step:
                             self.end_batch(timer)
                     else:
-                        seen = self._end_unusual_batch(timer, seen)
+                        use = self._end_unusual_batch(timer, use)
                 except Exception as error:
                     timer._give_up(error)
                 self.is_fetching = True
         finally:
             wall_clock.end_loop()
             self.is_fetching = False
-        timer._safely(self._end_loop, seen)
+        timer._safely(self._end_loop, use)
 
-    def _end_unusual_batch(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
-        """End a batch that may be an evaluation, or skipped. Return what the loop has done so far.
+    def _end_unusual_batch(self, timer: "GPUPhaseHooks", use: _Use) -> _Use:
+        """End a batch that may be an evaluation, or skipped.
 
-        `seen` is what it had done before this batch.
+        Take the use of the batches before it. Return the use of all batches so far.
         """
         session = timer._session
-        if session.has_only_fetched(is_first=seen is _Seen.NOTHING):
+        if session.has_only_fetched(is_first=use is _Use.UNKNOWN):
             # The loop looks ahead, groups or zips batches, or skips this batch. Its time belongs to
             # the next step.
             session.batch_ends()
-            return _Seen.AHEAD if seen is _Seen.NOTHING else seen
+            return _Use.AHEAD if use is _Use.UNKNOWN else use
         has_called_step = self._body != (self._step, self._micro_batches)
         self._body = None
         is_timed = session.recorder.label is not None
         is_evaluation = session.has_evaluated
-        if is_evaluation and seen is not _Seen.TRAINING:
+        if is_evaluation and use is not _Use.TRAINING:
             session.begin_step()  # Drops the evaluation.
         elif session.is_attached and not has_called_step:
             self.end_batch(timer)
-        if seen in (_Seen.AHEAD, _Seen.TRAINING):
-            return seen
+        if use in (_Use.AHEAD, _Use.TRAINING):
+            return use
         # An untimed batch does not show whether it trains, so leave that to a later batch.
         has_trained = is_timed and not is_evaluation
-        return _Seen.TRAINING if has_trained else _Seen.EVALUATION
+        return _Use.TRAINING if has_trained else _Use.EVALUATION
 
     def end_batch(self, timer: "GPUPhaseHooks") -> None:
         """End a batch, and the step if it was its last micro-batch."""
@@ -270,9 +275,9 @@ class _PlainLoop(BatchState):
                 session.begin_step()
         self._body, self._micro_batches = None, 0
 
-    def _end_loop(self, session: AnySession, seen: _Seen) -> None:
+    def _end_loop(self, session: AnySession, use: _Use) -> None:
         """End a loop that has read all batches. Its step continues if work or an update follows."""
-        if seen is _Seen.AHEAD and self._body is None:
+        if use is _Use.AHEAD and self._body is None:
             # The work on the last batch is still to come.
             self._body = self._step, self._micro_batches
         if self._body is not None:

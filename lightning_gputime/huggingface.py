@@ -344,10 +344,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             # A callback ran the evaluation inside a step.
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
-    def _start_evaluation_loop(self, *args: Any, **kwargs: Any) -> None:
+    def _start_evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> None:
         self._start_evaluate()
         prefix, trainer = self._options.prefix, self._trainer
-        self._stage = stage = transformers_.evaluation_prefix(trainer, args, kwargs)
+        self._stage = stage = metric_key_prefix
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:

@@ -147,6 +147,9 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize(
+    ("every", "n_batches", "n_timed"), [(1, N, N), (10, 60, 6)], ids=["each step", "sampled"]
+)
+@pytest.mark.parametrize(
     "how",
     [
         pytest.param(how, marks=pytest.mark.slow) if how == "compile(optimizer.step)" else how
@@ -154,24 +157,29 @@ MESSAGES = {
     ],
 )
 def test_lightning_compiles_the_same_and_times_every_phase(
-    how: str, gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    every: int,
+    n_batches: int,
+    n_timed: int,
 ) -> None:
     measured: list[dict[str, float]] = []
 
     def fit(timed: bool, backend: Count) -> None:
-        timer = timer_of(gpu)
+        timer = timer_of(gpu, every_n_steps=every)
         model: Any = Compiled(gpu, how, backend)
         bare = hooks_of(model)
         if how == "compile(LightningModule)":
             model = torch.compile(model, backend=backend)
-        trainer(*([timer] if timed else []), max_epochs=2).fit(model, Loader(gpu, N))
+        trainer(*([timer] if timed else []), max_epochs=2).fit(model, Loader(gpu, n_batches))
         measured[:] = steps(timer)
         assert hooks_of(getattr(model, "_orig_mod", model)) == bare
 
     without, with_timer = without_and_with(fit)
     assert without.graphs >= 1
     assert with_timer == without
-    assert [set(step) for step in measured] == [PHASES[how]] * (2 * N)
+    assert [set(step) for step in measured] == [PHASES[how]] * (2 * n_timed)
     messages = [record.message for record in caplog.records if record.name == "lightning_gputime"]
     expected = [MESSAGES[how]] if how in MESSAGES else []
     assert [text.partition(", ")[0] for text in messages] == expected
@@ -264,20 +272,6 @@ def test_reattached_timer_recompiles_at_most_the_function_around_the_model(
     assert without == (1, 0)
     # A compiled function is recompiled once, when hooks inside it appear or disappear.
     assert with_timer == ((2, 0) if how == "compile(function)" else without)
-
-
-@pytest.mark.parametrize("how", ["compile(LightningModule)", "compile(model)", "model.compile()"])
-def test_detaching_hooks_recompiles_nothing(how: str, gpu: FakeGPU) -> None:
-    def fit(timed: bool, count: Count) -> None:
-        model: Any = Compiled(gpu, how, count)
-        if how == "compile(LightningModule)":
-            model = torch.compile(model, backend=count)
-        trainer(*([timer] if timed else [])).fit(model, Loader(gpu, 60))
-
-    timer = timer_of(gpu, every_n_steps=10)
-    without, with_timer = without_and_with(fit)
-    assert with_timer == without
-    assert timer.summary().steps == 6
 
 
 @pytest.mark.parametrize("how", ["compile(model)", "model.compile()", "compile(part)"])

@@ -229,10 +229,20 @@ def test_host_waits_once_per_step_for_the_previous(gpu: FakeGPU, recorder: Stori
     assert gpu.free_at - gpu.now == 10_000_000
 
 
-def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
+@pytest.mark.parametrize(
+    ("script", "waits"),
+    [
+        ("0.02; end", [(0.02, 20_000)]),
+        ("0.019999; end", [(0.019999, 0)]),  # Too short to show when the device has finished.
+        ("end_untimed; end_untimed; 9; end; 9; end", [(3.0, 9_000_000), (9.0, 18_000_000)]),
+    ],
+)
+def test_host_wait_is_per_step_and_shows_when_the_device_has_finished(
+    gpu: FakeGPU, script: str, waits: list[tuple[float, int]]
+) -> None:
     recorder = StoringRecorder(gpu, lag=0)
-    recorder.play("end_untimed; end_untimed; 9; end; 9; end")
-    assert [times.host_wait_ms for times in recorder.emitted] == [3.0, 9.0]
+    recorder.play(script)
+    assert [(record.wait_ms, record.finished_ns) for record in recorder.records] == waits
 
 
 def test_step_can_be_waited_for_at_its_end_with_all_earlier_steps(gpu: FakeGPU) -> None:
@@ -445,15 +455,6 @@ def test_mark_in_backward_is_ignored_elsewhere(gpu: FakeGPU, recorder: StoringRe
     recorder.end_step(0)
     backward = {"backward": 6.0, "backward/comm": 3.0, "backward/part": 1.0}
     assert recorder.phases() == [{"data": 1.0, **backward, "other": 0.0, "augment": 1.0}]
-
-
-@pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
-def test_short_host_wait_has_no_finish_time(gpu: FakeGPU, wait_ms: float, finished_ns: int) -> None:
-    recorder = StoringRecorder(gpu, lag=0)
-    gpu.host_work(1.0)
-    recorder.play(f"begin; {wait_ms}; end")
-    [record] = recorder.records
-    assert (record.wait_ms, record.finished_ns) == (wait_ms, finished_ns)
 
 
 @pytest.mark.parametrize(("lag", "n_read"), [(0, 2), (2, 0)])

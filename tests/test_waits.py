@@ -137,20 +137,6 @@ def test_recomputed_wait_is_in_backward(ranks: Ranks, gpu: FakeGPU, use_reentran
     assert train(Checkpointed(gpu, "forward")) == [expected] * 3
 
 
-def test_named_phase_continues_after_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
-    def named() -> None:
-        with phase("augment"):
-            gpu.work(1.0)
-            reduce()
-            with phase("inner"):
-                reduce()
-                gpu.work(2.0)
-            gpu.work(4.0)
-
-    expected = {"augment": 8.0, "augment/comm": 3.0, "inner": 5.0, "inner/comm": 3.0}
-    assert train(Shared(gpu, "loss", named)) == [{**OWN, **expected}] * 3
-
-
 def test_nested_wait_counts_once(
     ranks: Ranks, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,16 +186,6 @@ def test_reused_result_records_no_more_events(ranks: Ranks, gpu: FakeGPU) -> Non
     assert marks(uses=1) == marks(uses=5)
 
 
-def test_work_between_launch_and_wait_is_not_comm(ranks: Ranks, gpu: FakeGPU) -> None:
-    def overlap() -> None:
-        work = launch_without_options()
-        gpu.work(1.0)
-        work.wait()
-
-    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + 1.0 + COMM_MS}
-    assert train(Shared(gpu, "loss", overlap)) == [expected] * 3
-
-
 def launch_synchronously() -> Any:
     """Launch a collective on the stream of the caller, which must still call `wait`."""
     options = AllreduceOptions()
@@ -217,28 +193,55 @@ def launch_synchronously() -> Any:
     return distributed.group.WORLD.allreduce([torch.ones(2)], options)  # type: ignore[union-attr]
 
 
-def test_collective_without_a_wait_does_not_hide_the_next_wait(ranks: Ranks, gpu: FakeGPU) -> None:
-    def named() -> None:
-        with phase("augment"):
-            launch_synchronously()
+def wait_in_a_named_phase(gpu: FakeGPU) -> None:
+    with phase("augment"):
         gpu.work(1.0)
-        launch_and_wait()
+        reduce()
+        with phase("inner"):
+            reduce()
+            gpu.work(2.0)
+        gpu.work(4.0)
 
-    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
-    expected |= {"augment": COMM_MS, "augment/comm": COMM_MS}
-    assert train(Shared(gpu, "loss", named)) == [expected] * 3
+
+def work_between_launch_and_wait(gpu: FakeGPU) -> None:
+    work = launch_without_options()
+    gpu.work(1.0)
+    work.wait()
 
 
-def test_collective_of_another_thread_does_not_end_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
-    def wait_while_another_thread_waits() -> None:
-        work = launch_synchronously()
-        # Like a checkpoint that is written in the background.
-        in_thread(lambda: distributed.barrier())
-        work.wait()
-        gpu.work(1.0)
+def launch_that_nobody_waits_for(gpu: FakeGPU) -> None:
+    with phase("augment"):
+        launch_synchronously()
+    gpu.work(1.0)
+    launch_and_wait()
 
-    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
-    assert train(Shared(gpu, "loss", wait_while_another_thread_waits)) == [expected] * 3
+
+def collective_of_another_thread(gpu: FakeGPU) -> None:
+    work = launch_synchronously()
+    # Like a checkpoint that is written in the background.
+    in_thread(lambda: distributed.barrier())
+    work.wait()
+    gpu.work(1.0)
+
+
+WITH_WORK = {**waiting("loss"), "loss": STEP_MS["loss"] + 1.0 + COMM_MS}
+AUGMENT = {"augment": COMM_MS, "augment/comm": COMM_MS}
+IN_NAMED_PHASES = {"augment": 8.0, "augment/comm": 3.0, "inner": 5.0, "inner/comm": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (wait_in_a_named_phase, {**OWN, **IN_NAMED_PHASES}),
+        (work_between_launch_and_wait, WITH_WORK),
+        (launch_that_nobody_waits_for, {**WITH_WORK, **AUGMENT}),
+        (collective_of_another_thread, WITH_WORK),
+    ],
+)
+def test_only_the_wait_of_the_caller_is_comm(
+    ranks: Ranks, gpu: FakeGPU, call: Callable[[FakeGPU], None], expected: dict[str, float]
+) -> None:
+    assert train(Shared(gpu, "loss", lambda: call(gpu))) == [expected] * 3
 
 
 def test_evaluation_under_lightning_has_separate_comm(ranks: Ranks, gpu: FakeGPU) -> None:
@@ -284,58 +287,61 @@ def reduce_on_side(streams: FakeStreams) -> None:
         reduce()
 
 
-@pytest.mark.parametrize("how", [reduce, lambda: launch().wait()])
-def test_collective_on_another_stream_is_not_a_wait(
-    streams: FakeStreams, gpu: FakeGPU, how: Callable[[], object]
-) -> None:
-    def call() -> None:
-        with streams.on(streams.side):
-            how()
-        # Nothing waits for the side stream.
-        streams.side.queued_ms = 0.0
-
-    assert in_loss(gpu, call) == OWN
+def wait_on_side(streams: FakeStreams) -> None:
+    reduce_on_side(streams)
+    with streams.on(streams.side):
+        launch().wait()
+    streams.side.queued_ms = 0.0  # The timed stream does not wait for it.
 
 
-def test_only_waits_for_collectives_are_counted(streams: FakeStreams, gpu: FakeGPU) -> None:
-    def call() -> None:
-        reduce_on_side(streams)
+def wait_for_side_and_for_a_copy(streams: FakeStreams) -> None:
+    reduce_on_side(streams)
+    streams.timed.wait_stream(streams.side)
+    # Like a batch that is copied in advance.
+    streams.copies.queued_ms += 2.0
+    streams.timed.wait_stream(streams.copies)
+
+
+def wait_on_untimed_streams(streams: FakeStreams) -> None:
+    reduce_on_side(streams)
+    streams.copies.wait_stream(streams.side)
+    FSDP(streams.copies.wait_event, Event(streams.side))
+    # Even a wait of the timed stream does not count if another stream is current.
+    with streams.on(streams.copies):
         streams.timed.wait_stream(streams.side)
-        # Like a batch that is copied in advance.
-        streams.copies.queued_ms += 2.0
-        streams.timed.wait_stream(streams.copies)
-
-    assert in_loss(gpu, call) == {**WAITS, "loss": WAITS["loss"] + 2.0}
+    streams.copies.queued_ms = 0.0
 
 
-def test_waits_of_untimed_streams_are_not_counted(streams: FakeStreams, gpu: FakeGPU) -> None:
-    def call() -> None:
-        reduce_on_side(streams)
-        streams.copies.wait_stream(streams.side)
-        FSDP(streams.copies.wait_event, Event(streams.side))
-        # Even a wait of the timed stream does not count if another stream is current.
-        with streams.on(streams.copies):
-            streams.timed.wait_stream(streams.side)
-        streams.copies.queued_ms = 0.0
-
-    assert in_loss(gpu, call) == OWN
+def wait_for_an_event_like_fsdp(streams: FakeStreams) -> None:
+    with streams.on(streams.side):
+        FSDP(distributed.all_reduce, torch.ones(2))
+    FSDP(streams.timed.wait_event, Event(streams.side))
 
 
-@pytest.mark.parametrize(("inside_torch", "expected"), [(True, WAITS), (False, WAITS_FOR_NO_RANK)])
-def test_event_wait_is_counted_only_inside_torch(
-    streams: FakeStreams, gpu: FakeGPU, inside_torch: bool, expected: dict[str, float]
+def wait_for_an_event_of_a_copy(streams: FakeStreams) -> None:
+    with streams.on(streams.side):
+        FSDP(distributed.all_reduce, torch.ones(2))
+    streams.copies.queued_ms = COMM_MS
+    streams.timed.wait_event(Event(streams.copies))
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (wait_on_side, OWN),
+        (wait_for_side_and_for_a_copy, {**WAITS, "loss": WAITS["loss"] + 2.0}),
+        (wait_on_untimed_streams, OWN),
+        (wait_for_an_event_like_fsdp, WAITS),
+        (wait_for_an_event_of_a_copy, WAITS_FOR_NO_RANK),
+    ],
+)
+def test_only_waits_of_the_timed_stream_for_collectives_are_comm(
+    streams: FakeStreams,
+    gpu: FakeGPU,
+    call: Callable[[FakeStreams], None],
+    expected: dict[str, float],
 ) -> None:
-    def call() -> None:
-        # Like FSDP2, whose collectives run on separate streams.
-        with streams.on(streams.side):
-            FSDP(distributed.all_reduce, torch.ones(2))
-        if inside_torch:
-            FSDP(streams.timed.wait_event, Event(streams.side))
-        else:
-            streams.copies.queued_ms = COMM_MS
-            streams.timed.wait_event(Event(streams.copies))
-
-    assert in_loss(gpu, call) == expected
+    assert in_loss(gpu, lambda: call(streams)) == expected
 
 
 def test_loop_on_a_side_stream_is_timed_there(streams: FakeStreams, gpu: FakeGPU) -> None:

@@ -81,17 +81,6 @@ def test_attach_that_fails_leaves_no_patch(
     assert message in caplog.text
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_timers_are_removed_in_either_order(loop: Shared, first: int) -> None:
-    before, timers = places(), [attached(loop), attached(loop)]
-    timers.pop(first).remove()
-    assert places() != before
-    [last] = timers
-    train(last, loop)
-    last.remove()
-    assert phases(last) == EXPECTED
-
-
 class Patch:
     """A patch by other code, on top of the current attribute."""
 

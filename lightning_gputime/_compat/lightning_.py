@@ -72,15 +72,12 @@ def _package_of(trainer: Any) -> str:
 
 def step_counter(trainer: Any) -> Callable[[], int]:
     """Return a function that returns the number Lightning logs the current step under."""
-    # Not `global_step`: it counts each optimizer that Lightning wraps, so a batch with two of them
-    # counts twice, and a batch without any does not count.
     loop = _epoch_loop(trainer)
     if _STEPS.is_in(loop):
         return partial(getattr, loop, _STEPS.attribute)
-    progress = getattr(loop, "batch_progress", None)
-    if progress is None:
-        return lambda: max(trainer.global_step - 1, 0)  # This step has been counted.
-    return lambda: int(progress.total.completed // trainer.accumulate_grad_batches)
+    # The next best has already counted this step. It counts each optimizer that Lightning wraps, so
+    # a batch with two of them counts twice, and a batch without any does not count.
+    return lambda: max(trainer.global_step - 1, 0)
 
 
 def is_step_compiled(model: Any) -> bool:
@@ -109,12 +106,13 @@ def loop_entries(trainer: Any) -> dict[str, tuple[Any, str]]:
     return {name: entry for name, entry in entries.items() if hasattr(*entry)}
 
 
-def publish(trainer: Any, metrics: Mapping[str, Any]) -> None:
+def publish(trainer: Any, metrics: Mapping[str, float]) -> None:
     """Add metrics to `callback_metrics`, where other callbacks look for them."""
     # Update in one call, because each access collects all metrics.
     live = _LIVE_METRICS.of(trainer)
     if isinstance(live, dict):
-        live.update(metrics)
+        values = torch.tensor([*metrics.values()]).unbind()  # Faster than a call for each metric.
+        live.update(zip(metrics, values, strict=True))
 
 
 def is_idle(profiler: object) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from inspect import isfunction, signature
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -184,13 +184,3 @@ def _is_overridden_by_user(owner: object, method: str) -> bool:
 
 def save_method(trainer: Any) -> str | None:
     return _SAVE.attribute if _SAVE.is_in(trainer) else None
-
-
-def evaluation_prefix(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the metric prefix of an evaluation from the arguments of `evaluation_loop`."""
-    try:
-        # Read the signature from the class, because the timer patches the object.
-        given = signature(type(trainer).evaluation_loop).bind_partial(trainer, *args, **kwargs)
-        return str(given.arguments.get("metric_key_prefix", "eval"))
-    except (AttributeError, TypeError, ValueError):
-        return str(kwargs.get("metric_key_prefix", "eval"))

@@ -92,19 +92,30 @@ class ForwardBoundary:
         self._is_step_compiled = loop.compiled_step
         self._evaluation_search = loop.search
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
-        # False if the running outermost call is in eval mode without grad, or inside a fetch.
-        self._is_training_call = True
+
+        # All steps so far. Sets of modules contain their ids.
+        self._n_steps = 0  # Number of steps that have ended.
+        self.has_trained = False
+        """True once a backward has run."""
+        self.was_ever_called = False
+        """True once a step with a training call has ended."""
         self._was_in_training_mode = False  # True once the model was called in training mode.
         self.had_eval_calls_with_grad = False
         """True once the model was called in training mode, and then in eval mode with grad."""
+        self._called = set[int]()  # Modules that the loop has called directly.
+        self._losses = set[int]()  # Modules that `_is_loss` has found to be losses.
+        self._not_losses = set[int]()  # Called modules that are certainly no losses.
+
+        # The open step.
         self.calls = 0
         """Number of training calls of the model or its parts in this step."""
-        self.was_ever_called = False
-        self.has_trained = False
-        """True once a backward has run."""
-        self._n_steps = 0  # Number of steps that have ended.
+        self._nested = set[int]()  # Modules that other modules have called.
+
+        # The calls that are running.
         self.running: list[int] = []
         """Ids of modules with hooks whose calls have begun and not ended, outermost first."""
+        # False if the outermost call is in eval mode without grad, or inside a fetch.
+        self._is_training_call = True
         # True from the call of a wrapper, such as DDP, until it calls the model to run the training
         # step: that call is no model call.
         self._is_wrapper_called = False
@@ -112,13 +123,10 @@ class ForwardBoundary:
         # module was called inside its own call.
         self._original_limit: int | None = None
         self._raised_limit = 0
-        # All of these collections contain ids of modules.
-        self._called = set[int]()  # Modules that the loop has called directly, in any step.
-        self._nested = set[int]()  # Modules that other modules called in this step.
-        self._losses = set[int]()  # Modules that `_is_loss` has found to be losses.
-        self._not_losses = set[int]()  # Called modules that are certainly no losses.
-        self._hooked: dict[int, list[Attachment]] = {}  # Hooks of each module except the model.
+
+        # The hooks.
         self._model_hooks = WeakSet[Attachment]()
+        self._hooked: dict[int, list[Attachment]] = {}  # Those of each other module, by its id.
         self._is_searching = False  # True until a step has shown which modules the loop calls.
         self._compiled: nn.Module | None = None  # Module that is being compiled.
         if loop.compiled_step:
@@ -438,9 +446,12 @@ class ForwardBoundary:
         # A scalar without gradients may be a loss, too. Then check its next call.
         return output.grad_fn is not None
 
-    def _enter_loss(self, module: nn.Module, *_: Any) -> None:
-        # A loss inside a model call, or computed again in backward, is part of that.
-        if not self.running and current_graph_task_id() == -1:
+    def _enter_loss(self, *_: Any) -> None:
+        """Start `loss` at the call of a loss. What follows it is `loss`, too, until a boundary."""
+        is_in_model_call = bool(self.running)
+        is_in_backward = current_graph_task_id() != -1  # Checkpointing computes the loss again.
+        if not is_in_model_call and not is_in_backward:
+            # What the loop has done with the output since the model returned prepares the loss.
             self._recorder.mark_instead(LOSS, of=AFTER_FORWARD)
 
 
@@ -622,51 +633,41 @@ class EvaluationSearch:
     def exclude_evaluations(self, forwards: int, step: int) -> None:
         """Exclude those calls of a step that are an evaluation. Call when the step ends.
 
+        Final calls follow the last update, or the last backward in a loop without an optimizer.
+        They are certainly an evaluation. The rules decide on all other calls, the inner calls.
+
         Args:
             forwards: Number of training calls in the step.
             step: Index of the step.
         """
         updates = self._optimizer.updates
-        # Final calls follow the last update, or the last backward in a loop without an optimizer.
-        # They are certainly an evaluation. The rules decide on all other calls, the inner calls.
         end = forwards, updates
         has_final = end in self._calls and (updates > 0 or end in self._positions_after_backward)
         n_final = self._calls[end] if has_final else 0
         n_inner = self._calls.total() + self._generations - n_final
-        # Spans of marks of a timed step. An untimed step has none.
+        # The calls of a timed step are spans of marks. An untimed step has none.
         labels = [MAYBE_EVALUATION, GENERATE] if self._generations else [MAYBE_EVALUATION]
-        inner_spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
-        final_spans = [inner_spans.pop()] if ends_in_span and has_final else []
+        spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
+        final_spans = spans[-1:] if ends_in_span and has_final else []
+        inner_spans = spans[: len(spans) - len(final_spans)]
         excludes_inner = (
             not n_inner or self._is_inference or self._is_exception(n_inner, inner_spans, step)
         )
-        self._exclude_marks([*inner_spans, *final_spans] if excludes_inner else final_spans)
-        final_positions = [end] if has_final else []
-        self._exclude_untimed(None if excludes_inner else final_positions)
-        self._remember_inner_calls(n_inner, step)
-        self.reset()
-
-    def _exclude_marks(self, spans: Sequence[_Span]) -> None:
-        """Exclude spans of marks of a timed step."""
         # From the last span to the first: for a span that is only preceded by a fetch,
         # `exclude_evaluation` also excludes this fetch. An earlier span that is already excluded
         # would no longer separate a later span from the fetch.
-        for first, stop in reversed(spans):
+        for first, stop in reversed(spans if excludes_inner else final_spans):
             self.has_found = True
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
-
-    def _exclude_untimed(self, positions: Sequence[tuple[int, int]] | None) -> None:
-        """Exclude spans of an untimed step on the host's clock: at these positions, or all."""
+        # The calls of an untimed step are spans on the host's clock.
         self.end_untimed_span()  # The last may still be open.
         for position, ns in self._spans_ns.items():
-            if positions is None or position in positions:
+            if excludes_inner or (has_final and position == end):
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
                 # For a timed step, the session moves the time, once it has read the marks.
                 self._wall_clock.move(STEPS, EVALUATION, ns / 1e6)
-
-    def _remember_inner_calls(self, n_inner: int, step: int) -> None:
-        """Remember the number of inner calls of a step, to compare later steps with it."""
+        # Remember the inner calls, to compare later steps with this step.
         if self.had_inner_calls(step):
             # The loop was left inside this step, which continued in another loop. So this is the
             # second decision on the step: forget the first.
@@ -676,6 +677,7 @@ class EvaluationSearch:
             self._first_had_inner_calls |= step == 0
             self._inner_calls.append((step, n_inner))
             self._n_steps_with_inner_calls += 1
+        self.reset()
 
     def had_inner_calls(self, step: int) -> bool:
         """Return whether a recent step had calls in eval mode before its last update."""

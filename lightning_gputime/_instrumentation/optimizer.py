@@ -1,7 +1,7 @@
 """`optimizer`: marks at the updates of optimizers."""
 
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Set
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -62,7 +62,11 @@ class OptimizerBoundary:
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
         self._recorder, self._model, self._batch = recorder, loop.model, loop.batch
         # By id. The references prevent an id from being reused.
-        self._given = {id(optimizer): optimizer for optimizer in _updating(loop.optimizers)}
+        self._given = {
+            id(updating): updating
+            for optimizer in loop.optimizers
+            for updating in _updating(optimizer)
+        }
         self.has_any = bool(self._given)
         """True once the loop has an optimizer whose updates call our hooks."""
         self._parameters: set[int] = set()  # Ids of the model's parameters.
@@ -84,7 +88,6 @@ class OptimizerBoundary:
         self._listen(attachments, loop)
 
     def _listen(self, attachments: Attachments, loop: Loop) -> None:
-        """Attach hooks and patches to the updates."""
         given = [*self._given.values()]
         # Check for compiled steps before `step` is patched: the patch would hide them.
         compiled = [optimizer for optimizer in given if is_step_compiled(optimizer)]
@@ -121,7 +124,7 @@ class OptimizerBoundary:
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             # Patch the optimizer inside a wrapper: a copy of the wrapper would keep the patch, and
             # clear the gradients of the original.
-            updating = [*_updating([optimizer])][-1]
+            updating = _updating(optimizer)[-1]
             attachments.add(Subscription(updating, "zero_grad", Calls(self._zero_grad_begins)))
 
     def not_updated(self, trained: Set[int]) -> tuple[str, ...]:
@@ -168,7 +171,7 @@ class OptimizerBoundary:
         self.was_tried = False
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
-        updating = [*_updating([optimizer])][-1]
+        updating = _updating(optimizer)[-1]
         if id(updating) in self._given or self._admit_other(updating):
             self.was_tried = True
         return False
@@ -323,18 +326,16 @@ class OptimizerBoundary:
             self._recorder.mark(interrupted or AFTER_UPDATE)
 
 
-def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:
-    """Yield the optimizers that update parameters: given optimizers, and those inside wrappers.
+def _updating(optimizer: Any) -> list[Any]:
+    """Return the optimizers that update parameters in a `step`, the outermost last.
 
-    The outermost comes last. A wrapper that never calls `super().__init__`, such as Accelerate's or
-    torch's `PostLocalSGDOptimizer`, does not support hooks. A wrapper's `step` may also skip the
-    update, but each `step` of the inner optimizer is an update.
+    These are an optimizer, or those inside a wrapper. A wrapper that never calls
+    `super().__init__`, such as Accelerate's or torch's `PostLocalSGDOptimizer`, does not support
+    hooks. Its `step` may also skip the update, but each `step` of the inner optimizer is an update.
     """
-    for optimizer in optimizers:
-        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-        if inner:
-            yield from _updating(inner[:1])
-        # A wrapper that supports hooks and overrides `step` also updates parameters itself.
-        has_own_step = has_step_hooks(optimizer) and type(optimizer).step is not Optimizer.step
-        if not inner or has_own_step:
-            yield optimizer
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if not inner:
+        return [optimizer]
+    # A wrapper that supports hooks and overrides `step` also updates parameters itself.
+    has_own_step = has_step_hooks(optimizer) and type(optimizer).step is not Optimizer.step
+    return [*_updating(inner[0]), *[optimizer] * has_own_step]

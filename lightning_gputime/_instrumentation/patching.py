@@ -101,7 +101,7 @@ class FunctionPatch:
             # Other code may read attributes of the original function.
             vars(method).update(attributes_of(self._call))
             self.replacement = method
-        self._register()
+        _patches[id(_object_of(self._installed))] = self
         # Compiled code calls this package only through patches, so the first patch is early enough.
         apply_compile_skips()
 
@@ -139,15 +139,17 @@ class FunctionPatch:
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a copy of the owner, or its pickle, contain the original function."""
-        if self._original is not _MISSING:
-            original = self._original
-        elif self._read_name != self._name:  # The value of a property.
-            original = self._call
-        else:  # The method of the class, bound to the copy of the owner.
-            return getattr, (self._owner, self._name)
-        # `__reduce__` must return a function call, so take the value from a list.
-        return operator.itemgetter(0), ([original],)
+        """Let a copy of the owner, or its pickle, contain the original function.
+
+        Return a function and arguments, with which pickle creates it.
+        """
+        is_method_of_class = self._original is _MISSING and self._read_name == self._name
+        if is_method_of_class:
+            return getattr, (self._owner, self._name)  # It is bound to the copy of the owner.
+        # Take the value of the attribute, or of the property that stores its value there, from a
+        # list: pickle needs a call.
+        value = self._call if self._original is _MISSING else self._original
+        return operator.itemgetter(0), ([value],)
 
     @property
     def __func__(self) -> Any:
@@ -158,10 +160,6 @@ class FunctionPatch:
     def _installed(self) -> Any:
         """The object that replaces the function."""
         return self if self.replacement is None else self.replacement
-
-    def _register(self) -> None:
-        """Let `patch_of` find the patch by the object that it sets."""
-        _patches[id(_object_of(self._installed))] = self
 
     @property
     def is_applied(self) -> bool:

@@ -3,7 +3,7 @@
 The Trainer reports each action to its profiler when the action starts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ class FitActions:
     """Notification of a fit about the Trainer's actions and loops.
 
     Callbacks of the class of `timer` are not timed. `fail` is called with errors of the functions
-    that run in every batch. The timer does not need its `idle_hooks` while no step is timed.
+    that run in every batch.
     """
 
     def __init__(
@@ -29,7 +29,6 @@ class FitActions:
         model: Any,
         wall_clock: WallClock,
         timer: Any,
-        idle_hooks: Sequence[str],
         fail: Callable[[Exception], None],
     ) -> None:
         self._trainer, self._model, self._timer = trainer, model, timer
@@ -43,11 +42,6 @@ class FitActions:
         self._loop_entries = lightning_.loop_entries(trainer)
         self.reports_validations = "validation" in self._loop_entries
         """True if the Trainer reports the exact start and end of its validations."""
-        # Both are empty if this Trainer would call a hook that is None.
-        skips = lightning_.skips_absent_hooks(trainer, timer)
-        unused = [hook for hook in lightning_.IN_STEP if not lightning_.defines(timer, hook)]
-        self._unused_hooks = AbsentHooks(timer, unused if skips else ())
-        self._idle_hooks = AbsentHooks(timer, idle_hooks if skips else ())
         self._callback = ""  # Phase name of the callback that was called last inside a step.
 
     def listen(self, fit: Any, recorder: Recorder) -> None:
@@ -60,7 +54,6 @@ class FitActions:
             "epoch": Calls(fit.start_epoch, fit.end_epoch),
             "end": Calls(lambda *_, **__: wall_clock.switch_to(TEAR_DOWN)),
         }
-        self._loops.add(self._unused_hooks)
         for name, (owner, method) in self._loop_entries.items():
             self._loops.add(Subscription(owner, method, calls[name]))
         # Lightning broadcasts a flag on every batch. Exclude that wait from the loader's time.
@@ -80,14 +73,11 @@ class FitActions:
     def suspend(self) -> None:
         """Stop the notification about actions while no step is timed."""
         self._attachments.suspend()
-        self._idle_hooks.attach()
 
     def resume(self) -> None:
-        self._idle_hooks.remove()
         self._attachments.reattach()
 
     def remove(self) -> None:
-        self._idle_hooks.remove()
         self._attachments.remove()
         self._loops.remove()
         self._calls.clear()  # They refer to the fit.
@@ -95,45 +85,51 @@ class FitActions:
     def _actions(self, fit: Any) -> Iterator[tuple[str, Callable[[], object]]]:
         """Yield the names of actions, and the function to call when each starts.
 
-        A later function of the same action replaces an earlier one.
+        If an action is yielded twice, the later function replaces the earlier.
         """
-        trainer, mark = self._trainer, self._recorder.mark
-        action_of = partial(lightning_.module_action, trainer, self._model)
+        trainer, model, mark = self._trainer, self._model, self._recorder.mark
+
+        def model_action(hook: str) -> str:
+            return lightning_.module_action(trainer, model, hook)
+
+        # The data of a step.
         yield lightning_.fetch_action(trainer), fit.start_fetch
         yield lightning_.copy_action(trainer), partial(mark, COPY)
-        for module in (self._model, trainer.datamodule):
+        for module in filter(None, (model, trainer.datamodule)):
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-                if module is not None and lightning_.defines(module, hook):
+                if lightning_.defines(module, hook):
                     yield lightning_.module_action(trainer, module, hook), partial(mark, DATA)
-        others = [other for other in trainer.callbacks if not isinstance(other, type(self._timer))]
-        # For each hook, the function to call after the callbacks. After all callbacks, the trainer
-        # calls the same hook of the model.
-        ends: dict[str, Callable[[], object]] = {
+
+        # The start of an update. A hook of our callback would take 2 us, so use the action of the
+        # model, whose hook is called after those of the callbacks.
+        yield model_action("on_before_optimizer_step"), fit.start_update
+
+        # The callbacks. A Trainer does not report the end of a callback: it ends when the next
+        # begins, and the last of a hook when the same hook of the model begins.
+        after_callbacks: dict[str, Callable[[], object]] = {
             "on_train_batch_start": fit.start_step,
             "on_train_batch_end": partial(mark, CALLBACKS),
             **dict.fromkeys(lightning_.IN_STEP, self._leave_callback),
+            "on_before_optimizer_step": partial(self._leave_callback_and_start_update, fit),
         }
-        # Use the action instead of a hook of our callback, because a Trainer needs 2 us to call it.
-        start_update = fit.start_update
-        for hook, end in ends.items():
+        others = [other for other in trainer.callbacks if not isinstance(other, type(self._timer))]
+        for hook, continue_step in after_callbacks.items():
             start = self._enter_callback if hook in lightning_.IN_STEP else fit.start_callback
             for callback in others:
                 if lightning_.defines(callback, hook):
                     label = label_of_callback(callback, hook)
                     yield lightning_.callback_action(callback, hook), partial(start, label)
-                    yield action_of(hook), end  # The last lines replace that of the update.
-                    if hook == "on_before_optimizer_step":
-                        start_update = partial(self._leave_callback_and_start_update, fit)
-        yield action_of("on_before_optimizer_step"), start_update
+                    yield model_action(hook), continue_step
+
         # The hooks at the start of the first epoch end the entry `set-up`.
         start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
         for callback in trainer.callbacks:
             yield lightning_.callback_action(callback, _EPOCH_START), start_epoch
-        yield action_of(_EPOCH_START), start_epoch
+        yield model_action(_EPOCH_START), start_epoch
+
         # Lightning clears gradients just before a validation, unless they accumulate. Exclude the
         # time from there on.
-        pause = partial(self._recorder.pause, now=True)
-        yield action_of("on_validation_model_zero_grad"), pause
+        yield model_action("on_validation_model_zero_grad"), partial(self._recorder.pause, now=True)
 
     def _enter_callback(self, label: str) -> None:
         self._leave_callback()  # The trainer does not report the end of the callback before.
@@ -146,21 +142,6 @@ class FitActions:
     def _leave_callback_and_start_update(self, fit: Any) -> None:
         self._leave_callback()
         fit.start_update()
-
-
-class AbsentHooks:
-    """Attachment that makes a Trainer skip hooks of a callback: they are None on the instance."""
-
-    def __init__(self, callback: Any, hooks: Sequence[str]) -> None:
-        self._callback, self._hooks = callback, hooks
-
-    def attach(self) -> None:
-        vars(self._callback).update(dict.fromkeys(self._hooks))
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            if vars(self._callback).get(hook, self) is None:
-                del vars(self._callback)[hook]
 
 
 class _ActionListener(Subscription):
@@ -182,7 +163,7 @@ class _ActionListener(Subscription):
         fail: Callable[[Exception], None],
     ) -> None:
         # An idle profiler needs no call. Any other, or a patch by other code, must also be called.
-        wrap = _ActionCalls if lightning_.is_idle(profiler) else _Relay.wrap
+        wrap = _ActionCalls if lightning_.is_idle(profiler) else _RelayedActionCalls
         super().__init__(profiler, "start", (calls, fail), wrap)
 
     def attach(self) -> None:
@@ -191,9 +172,7 @@ class _ActionListener(Subscription):
 
     def refresh(self) -> None:
         """Make changes of `calls` take effect: forget which actions had no listener."""
-        # `_ActionCalls`, or the bound method `start` of a `_Relay`.
-        replacement = self.patch.replacement
-        getattr(replacement, "__self__", replacement).clear()
+        self.patch.replacement.clear()
 
 
 class _ActionCalls(dict[str, None]):
@@ -204,14 +183,15 @@ class _ActionCalls(dict[str, None]):
     action, which may have a listener, runs Python code.
 
     Args:
-        original: The replaced function. It does nothing, so it is not called.
+        original: The replaced function.
         listeners: Pairs `(calls, fail)`, one of each `_ActionListener`.
     """
 
-    __slots__ = ("_listeners",)
+    __slots__ = ("_listeners", "_original")
 
-    def __init__(self, original: object = None, listeners: Any = ()) -> None:
+    def __init__(self, original: Callable[[str], Any], listeners: Any = ()) -> None:
         super().__init__()
+        self._original = original
         self._listeners: list[Any] = listeners
 
     __call__ = dict.__getitem__
@@ -237,27 +217,14 @@ class _ActionCalls(dict[str, None]):
         return id(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ActionCalls, ()  # Nobody listens to the copy of a profiler.
+        return type(self), (self._original,)  # Nobody listens to the copy of a profiler.
 
 
-class _Relay:
-    """Replacement of `start` of an active profiler. It can be pickled."""
+class _RelayedActionCalls(_ActionCalls):
+    """Replacement of `start` of an active profiler: calls the listeners, then the profiler."""
 
-    __slots__ = ("_actions", "_call")
+    __slots__ = ()
 
-    def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
-        self._call, self._actions = call, _ActionCalls(listeners=listeners)
-
-    @classmethod
-    def wrap(cls, call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], Any]:
-        return cls(call, listeners).start
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Relay, (self._call, [])  # Nobody listens to the copy of a profiler.
-
-    def clear(self) -> None:
-        self._actions.clear()
-
-    def start(self, action_name: str) -> Any:
-        self._actions[action_name]  # Its `__missing__` calls the listeners.
-        return self._call(action_name)
+    def __call__(self, action_name: str) -> Any:
+        self[action_name]  # Its `__missing__` calls the listeners.
+        return self._original(action_name)

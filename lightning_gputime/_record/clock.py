@@ -175,7 +175,7 @@ class LoopTime:
         weakref.finalize(self, os.close, file)
         self.waited_ns = 0
         """All waits for a core so far (in nanoseconds)."""
-        self._start_ns = 0
+        self._start_ns = 0  # Waits before now, which `_read` subtracts.
         self._start_ns = self._read()
         self._read_ns = self._last_ns = 0  # Time of the last reading, and newest result.
         self.trial_ms = 0.0

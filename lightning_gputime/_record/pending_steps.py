@@ -73,7 +73,7 @@ class StepMarks:
     marks: list[Mark] = field(default_factory=list)
     lines: list[LineMark] | None = None  # Marks of lines, if the step is examined.
     _cached_phases: set[str] = field(default_factory=set)  # Phases of the first `_n_cached` marks.
-    _n_cached: int = 0  # -1 if the cache is outdated.
+    _n_cached: int = 0
 
     @property
     def labels(self) -> list[str]:
@@ -84,11 +84,8 @@ class StepMarks:
         """Top-level phases of the marks."""
         # Cached, because loops that skip batches read this many times per step. The labels of the
         # last two marks may still change, so they are not in the cache.
-        marks, n_cached = self.marks, self._n_cached
-        n_fixed = max(len(marks) - 2, 0)
-        if not 0 <= n_cached <= n_fixed:
-            self._cached_phases, n_cached = set(), 0
-        new, last = marks[n_cached:n_fixed], marks[n_fixed:]
+        n_fixed = max(len(self.marks) - 2, 0)
+        new, last = self.marks[self._n_cached : n_fixed], self.marks[n_fixed:]
         self._cached_phases.update(label.partition("/")[0] for label, _, _ in new)
         self._n_cached = n_fixed
         return self._cached_phases.union(label.partition("/")[0] for label, _, _ in last)
@@ -124,7 +121,7 @@ class StepMarks:
             mark if mark[0] in (EXCLUDED, EVALUATION_IN_STEP) else (label, *mark[1:])
             for mark in self.marks[first:stop]
         ]
-        self._n_cached = -1
+        self._forget_phases()
 
     def exclude_after(self, label: str) -> bool:
         """Exclude the time from the last mark of `label` on.
@@ -150,7 +147,10 @@ class StepMarks:
     def _relabel_at(self, index: int, label: str) -> None:
         self.marks[index] = (label, *self.marks[index][1:])
         if index < self._n_cached:
-            self._n_cached = -1
+            self._forget_phases()
+
+    def _forget_phases(self) -> None:
+        self._cached_phases, self._n_cached = set(), 0
 
     def _index_without_waits(self, index: int) -> int:
         """Return this index or, if its mark is part of a wait, that of the interrupted phase."""

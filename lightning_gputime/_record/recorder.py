@@ -442,17 +442,17 @@ class Recorder:
         if get_ident() != self.threads.timed:
             return
         names = self.named.names
-        # Time is only excluded in a named phase, such as `paused()`, in a pause, or after an error.
-        # `is_all_excluded` is slow, so read it only there.
+        # Drop a step without time, such as a lost step. `is_all_excluded` is slow, so read it only
+        # where it may be True: in a named phase, which may be `paused()`, or in another state.
         is_dropped = bool(names or self.state is not OPEN) and self.open.is_all_excluded
         if not is_dropped:
             first_label = label
             if self.state is PAUSED:
-                self.state = OPEN
-                first_label = DATA
+                self.state, first_label = OPEN, DATA
             # One event ends this step and starts the next, so that no time is lost between them.
             self._record(self.named.start_step(first_label) if names else first_label)
-        if is_dropped or self.state is not OPEN:  # If not open, the mark has failed.
+            is_dropped = self.state is not OPEN  # The mark has failed.
+        if is_dropped:
             self.begin(label)
             # Count the dropped step, so that all ranks compare the same steps.
             self.pending.end_untimed(read)

@@ -165,7 +165,8 @@ class SelfCheck:
         self._loop = loop
         # "auto" also times all of the first steps.
         self._counts_steps = loop.counts_steps and options.every_n_steps in (1, AUTO)
-        self._is_own_loop = loop.search is not Search.NEVER
+        # A trainer reports its evaluations.
+        self._is_plain_loop = loop.search is not Search.NEVER
         # The user has passed no optimizer, but an optimizer may update the model.
         self._lacks_optimizer = loop.search is Search.AFTER_BACKWARD
         self._warn_once = WarnOnce()
@@ -224,7 +225,7 @@ class SelfCheck:
             return
         if not self._has_checked_sums:
             self._check_calls(trains=BACKWARD in ran and OPTIMIZER in ran)
-        elif self._is_own_loop and BACKWARD in ran and FORWARD in ran:
+        elif self._is_plain_loop and BACKWARD in ran and FORWARD in ran:
             n = self._results.sums.step.n
             without_forward = n - ran[FORWARD].n
             # The steps before the first backward have already been reported.
@@ -280,7 +281,7 @@ class SelfCheck:
             self._report(_OTHER_THREAD if was_elsewhere else _NO_FORWARD)
         if (bypassed := forward.find_bypassed()) is not None:
             self._report(_CALL_REPLACED, type(bypassed).__name__)
-        has_trained_late = self._is_own_loop and self._has_trained and self._n_untrained > 0
+        has_trained_late = self._is_plain_loop and self._has_trained and self._n_untrained > 0
         if trains and has_trained_late:
             self._report(_FIRST_STEPS_WITHOUT_BACKWARD, self._n_untrained)
 
@@ -296,9 +297,9 @@ class SelfCheck:
         self._phases_ms.clear()
         if self._maybe_evaluated_ms > 0.05 * step_ms:
             self._report(_MAY_EVALUATE, self._maybe_evaluated_ms / n)
-        if self._is_own_loop and self._idle_ms > 0.1 * step_ms:
+        if self._is_plain_loop and self._idle_ms > 0.1 * step_ms:
             self._report(_BATCHES_WITHOUT_FORWARD, self._idle_ms / n)
-        if self._is_own_loop and forward.had_eval_calls_with_grad:
+        if self._is_plain_loop and forward.had_eval_calls_with_grad:
             self._report(_EVAL_WITH_GRADIENTS)
         with_forward = sums.phases[FORWARD].n if FORWARD in sums.phases else n
         # In at most half of the steps, without the first step, which may be incomplete.
