@@ -30,17 +30,12 @@ from lightning_gputime._diagnosis import (
     TimeBreakdown,
 )
 from lightning_gputime._ledger.rows import LineRow, PhasePart
+from lightning_gputime._measurement import wall_clock as wall
 from lightning_gputime._measurement.culprits import WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven
-from lightning_gputime._measurement.wall_clock import (
-    CHECKPOINTS,
-    FIRST_STEP,
-    ONCE,
-    STEPS,
-    WallClockBreakdown,
-)
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACK_WAIT,
@@ -95,21 +90,21 @@ def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
     """Return the time breakdown, without advice."""
     wall_clock = m.wall_clock or WallClockBreakdown({})
     scope = "training" if setup.is_own_loop else "fit"
-    if STEPS not in wall_clock.entries_s:  # Before the second step.
+    if wall.STEPS not in wall_clock.entries_s:  # Before the second step.
         scope = "timed steps"
         n = m.steps + m.untimed_steps
-        wall_clock = WallClockBreakdown({STEPS: n * m.step.mean_ms / 1e3})
+        wall_clock = WallClockBreakdown({wall.STEPS: n * m.step.mean_ms / 1e3})
     entries_s = dict(wall_clock.entries_s)
     # The entry `steps` of the wall clock excludes checkpoints, but the step time includes them. So
     # scale: 1.8 s of steps without 0.2 s of checkpoints are 90 % of 2 s, to which groups refer.
-    steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
+    steps_s, saves_s = entries_s.pop(wall.STEPS), wall_clock.saves_in_steps_s
     groups = _groups(m, saves_s / (steps_s + saves_s or 1.0))
     share_without_saves = 1.0 - groups.pop(SAVES, _Group()).share
     # The entry of the first step is only its excess over a usual step: 500 ms are 15 ms in the
     # steps, and 485 ms in this entry.
-    if first_step_s := entries_s.get(FIRST_STEP, 0.0):
+    if first_step_s := entries_s.get(wall.FIRST_STEP, 0.0):
         usual_step_s = min(share_without_saves * m.step.mean_ms / 1e3, first_step_s)
-        entries_s[FIRST_STEP] -= usual_step_s
+        entries_s[wall.FIRST_STEP] -= usual_step_s
         steps_s += usual_step_s
     all_steps_s = steps_s / share_without_saves if share_without_saves > 0 else 0.0
     wall_s = sum(entries_s.values()) + share_without_saves * all_steps_s
@@ -209,7 +204,7 @@ def _frequently_compiled_share(m: Measurement) -> float:
         return 0.0
     # Exclude compilations in the first step, which is a separate entry. Nearly all of that step is
     # compilation, so subtract all of it.
-    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
+    first_s = m.wall_clock.entries_s.get(wall.FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
     compiled_s = sum(compiled.seconds for compiled in code) - first_s
     share = 1e3 * compiled_s / (steps * m.step.mean_ms)
     return share if share >= _MIN_COMPILED else 0.0
@@ -259,7 +254,7 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
             all_ms = sum(row.phases[phase].ms for row in rows)
             if not all_ms:
                 # Without lines, a trainer's callbacks are known.
-                callback = CHECKPOINTS if phase == SAVES else of_one_callback(phase)
+                callback = wall.CHECKPOINTS if phase == SAVES else of_one_callback(phase)
                 part = parts[name if is_undivided(name) else callback or top]
                 host_paced = _host_paced(m, phase)
                 part.add(top, (1 - host_paced) * share, host_paced * share, error)
@@ -433,7 +428,7 @@ def _entry_outside(name: str, seconds: float, wall_s: float, m: Measurement) -> 
         name=name,
         seconds=seconds,
         share=share,
-        speed_up=1 / (1 - share) if name not in ONCE and share < 1 else None,
+        speed_up=1 / (1 - share) if name not in wall.ONCE and share < 1 else None,
         code=CODES.get(name, ""),
         lines=tuple(sorted(lines, key=lambda row: -row.ms)),
     )
