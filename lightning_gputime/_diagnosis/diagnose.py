@@ -287,8 +287,8 @@ def _least_share(entry: Entry, m: Measurement) -> float:
     The result is the same fraction of the wall clock as `_saved_share` if there is another reason
     why the halves differ: a slowdown, or a phase that is long in a few steps only.
 
-    Example: an entry in `data` would save 20 %. `data` takes 25 % of all steps, and 10 % of those in
-    the second half. So the entry would save 20 % * 10 / 25 = 8 % there.
+    Example: an entry in `data` would save 20 %. `data` takes 25 % of all steps, but 10 % of the
+    second half. So the entry would save 20 % * 10 / 25 = 8 % there.
     """
     saved = _saved_share(entry)
     is_uneven_phase = any(is_uneven(m.rows[name]) for name in entry.phases_ms if name in m.rows)
