@@ -171,7 +171,10 @@ class MeanLog:
             self.newest, self._due_at = before, self.next_due(before)
 
     def next_due(self, step: int) -> float:
-        """Return the number of the first step after `step` at which a log is due."""
+        """Return the number of the first step after `step` at which a log is due.
+
+        Example: every 50 steps, 49 is due after -1, and 99 after 49.
+        """
         every = self.every_n_steps
         return ((step + 1) // every + 1) * every - 1 if every else math.inf
 
@@ -191,17 +194,21 @@ class MeanLog:
         """Add steps that `results` already includes. Return True if a log was written."""
         records = steps.records
         n_logged = 0  # Number of these steps that a log of this call includes.
+
+        def add_until(n: int) -> None:
+            """Add the steps since `n_logged`. In most calls these are all, with known sums."""
+            is_all = n - n_logged == len(records)
+            self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
+
         if not self._is_sampled:
             self.start(records[0].number - 1)
-            if records[-1].number >= self._due_at:
-                for n, step in enumerate(records, 1):
-                    if step.number >= self._due_at:
-                        is_all = n_logged == 0 and n == len(records)
-                        self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
-                        self.log_at(step.number)
-                        n_logged = n
+            for n, step in enumerate(records, 1):
+                if step.number >= self._due_at:
+                    add_until(n)
+                    self.log_at(step.number)
+                    n_logged = n
         if n_logged < len(records):
-            self._sums.merge(Sums(records[n_logged:]) if n_logged else steps.sums)
+            add_until(len(records))
             self.newest = records[-1].number
         return n_logged > 0
 
