@@ -194,21 +194,17 @@ class MeanLog:
         """Add steps that `results` already includes. Return True if a log was written."""
         records = steps.records
         n_logged = 0  # Number of these steps that a log of this call includes.
-
-        def add_until(n: int) -> None:
-            """Add the steps since `n_logged`. In most calls these are all, with known sums."""
-            is_all = n - n_logged == len(records)
-            self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
-
         if not self._is_sampled:
             self.start(records[0].number - 1)
-            for n, step in enumerate(records, 1):
-                if step.number >= self._due_at:
-                    add_until(n)
-                    self.log_at(step.number)
-                    n_logged = n
+            if records[-1].number >= self._due_at:
+                for n, step in enumerate(records, 1):
+                    if step.number >= self._due_at:
+                        is_all = n_logged == 0 and n == len(records)  # Then their sums are known.
+                        self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
+                        self.log_at(step.number)
+                        n_logged = n
         if n_logged < len(records):
-            add_until(len(records))
+            self._sums.merge(Sums(records[n_logged:]) if n_logged else steps.sums)
             self.newest = records[-1].number
         return n_logged > 0
 
