@@ -141,6 +141,7 @@ BLOCKS = [
     for line in range(50, 58)
 ]
 BLOCKS = [replace(line, is_forward=True, operations=10) for line in BLOCKS]
+SEARCHES = [replace(line, operations=0) for line in BLOCKS]
 EMA = timed("EMA.update", "ema.py:9", host={"callbacks": 13.7})
 EMA_ON_GPU = timed("EMA.update", "ema.py:9", gpu={"callbacks": 3.0})
 TOPK = timed("topk", "train.py:52", host={"other": 13.6})
@@ -182,8 +183,6 @@ COPIES = {"data": 13.3, "data/fetch": 0.3, "data/copy": 13.0}
             1 / 0.7,
         ),
         (on_host(wall_clock=fit({"validation": 10.0})), "overhead-bound", "validation", 2.0),
-        (on_host(wall_clock=fit({"epoch ends": 10.0})), "overhead-bound", "epoch ends", 2.0),
-        (on_host(wall_clock=fit({"paused": 10.0})), "overhead-bound", "paused", 2.0),
         (on_host(wall_clock=fit({"set-up": 10.0})), "overhead-bound", "set-up", None),
     ],
 )
@@ -209,6 +208,8 @@ def test_diagnosis_names_the_largest_removable_entry(
         (on_host({"data": 3.2}), "compute-bound", "backward", "worth a look"),
         # The GPU waits for launches for less than 30 % of the step.
         (on_gpu(waits_in="forward"), "GPU-bound", "backward", "balanced"),
+        # The host does more than launching operations, and no line takes 20 %.
+        (on_gpu(None, *SEARCHES), "host-bound", "optimizer", "worth a look"),
     ],
 )
 def test_work_of_the_model_is_the_bottleneck_if_nothing_else_is(
@@ -217,13 +218,6 @@ def test_work_of_the_model_is_the_bottleneck_if_nothing_else_is(
     diagnosis, _ = diagnosed(measured)
     assert (diagnosis.code, diagnosis.grade) == (code, grade)
     assert diagnosis.entry == entry.replace("`", "")
-
-
-def test_many_lines_of_the_host_in_the_model_are_not_work_of_the_gpu() -> None:
-    # The host does more than launching operations, and no line takes 20 %.
-    lines = [replace(line, operations=0) for line in BLOCKS]
-    diagnosis, _ = diagnosed(on_gpu(None, *lines))
-    assert diagnosis.code != "GPU-bound"
 
 
 @pytest.mark.parametrize(
@@ -811,14 +805,6 @@ def test_long_steps_that_were_not_sampled_are_an_entry_without_speed_up() -> Non
 # The time breakdown
 
 
-def test_time_breakdown_contains_the_names_of_its_entries() -> None:
-    _, breakdown = diagnosed(on_host({"forward": 12.0}))
-    assert [*breakdown] == [row.name for row in breakdown.rows]
-    assert "forward" in breakdown
-    assert "validation" not in breakdown
-    assert breakdown["validation"].share == 0.0
-
-
 def test_time_breakdown_of_a_fit_is_exact() -> None:
     # 100 steps of 16.7 ms and 1 ms in checkpoints, after a first step of 500 ms.
     entries_s = {"set-up": 0.007, "first step": 0.5, "validation": 0.1, "epoch ends": 0.011}
@@ -840,6 +826,10 @@ def test_time_breakdown_of_a_fit_is_exact() -> None:
         }
     )
     assert breakdown["EMA.update (ema.py:9)"].ms_per_step == pytest.approx(3.0)
+    assert [*breakdown] == [row.name for row in breakdown.rows]
+    assert "forward" in breakdown
+    assert "paused" not in breakdown
+    assert breakdown["paused"].share == 0.0
 
 
 def random_lines(chance: random.Random, phases: list[str]) -> tuple[LineRow, ...]:
