@@ -193,7 +193,8 @@ class RunComparison(Tabular):
                 for name in names
             ]
         # The error falls with the square root of the number of runs: if it is twice the distance
-        # of the change from the bound, 4 times as many runs are needed.
+        # of the change from the bound, 4 times as many runs are needed. For sides of different
+        # size, the harmonic mean of their numbers counts, because their noise adds up.
         runs, needed = 2 / (1 / self.runs[0] + 1 / self.runs[1]), float(MIN_RUNS)
         for row in ({**self._known, MEAN: self.mean}[name] for name in names):
             distance = abs(row.relative_change - bound)
@@ -480,7 +481,10 @@ def _differing_environments(sides: Sequence[Sequence[Run]], allow_mismatch: bool
 
 
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
-    """Return True if the runs are pairs, in any order, that each started before the next pair."""
+    """Return True if the runs are pairs, in any order, that each started before the next pair.
+
+    Example: a b b a a b. Equal start times show no order.
+    """
     if not len(before) == len(after) >= _MIN_PAIRS:
         return False
     pairs = zip(before, after, strict=True)
