@@ -3,13 +3,11 @@
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_loop import Loop, train
 
-from lightning_gputime import Cause, SlowStep, load
+from lightning_gputime import Cause, SlowStep
 from lightning_gputime._diagnosis import CODES, Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._ledger.rows import LineRow, PhasePart
@@ -874,12 +872,3 @@ def test_time_breakdown_adds_up_for_random_measurements() -> None:
         _, breakdown = diagnosed(measured)
         assert all(row.seconds >= -1e-12 for row in breakdown.rows)
         assert all(0 <= row.host_share <= row.share + 1e-9 for row in breakdown.rows)
-
-
-def test_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:
-    timer = train(loop, 8)
-    timer.save(tmp_path / "run.json")
-    summary, loaded = timer.summary(), load(tmp_path / "run.json").summary()
-    assert loaded.diagnosis == summary.diagnosis
-    assert str(loaded) == str(summary)
-    assert summary.to_dict()["diagnosis"]["code"] == summary.code != ""
