@@ -82,7 +82,7 @@ def compared(tmp_path: Path, command: Command) -> Callable[..., str]:
     paths = saved_to(tmp_path, *(run(i, 300, more={"backward": float(i)}) for i in range(2)))
 
     def compared(*options: str, code: int = 0) -> str:
-        return command("compare", *paths, *options, code=code).out
+        return str(command("compare", *paths, *options, code=code).out)
 
     return compared
 
