@@ -300,8 +300,9 @@ def _intervals(labels: Sequence[str]) -> list[_Interval]:
 def _following(label: str, phase: str, following: str | None) -> str | None:
     """Return the work that follows a mark and its time, given the work that follows after them.
 
-    Marks are resolved backwards. For example, time before a `GRAD` that belongs to a backward is
-    no `loss`.
+    Marks are resolved backwards. Example: of the labels `forward`, `<after forward>`, `backward`,
+    `<after backward>`, the last is first, and nothing follows. Then `backward` returns itself, so
+    the time after forward, before it, is `loss`.
     """
     top_level = phase.partition("/")[0]
     if label in (AFTER_UPDATE, LEFT):

@@ -80,11 +80,10 @@ class PhaseTimeMetric(Metric):
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
         self._local.take(times.step_ms - sum(ms[name] for name in ms if is_wait(name)))
-        added_ms = [ms.get(name, 0.0) for name in self._names]
-        # Adding this difference sets the last element to the deviation.
-        added_ms.append(self._local.deviation_ms - float(self.sums_ms[-1]))
+        added_ms = [*(ms.get(name, 0.0) for name in self._names), 0.0]
         # Do not change the state in place: a loaded state may also belong to the checkpoint.
         self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)
+        self.sums_ms[-1] = self._local.deviation_ms
         counts = [*(int(name in ms) for name in self._names), 1]
         self.counts = self.counts + torch.tensor(counts)
 

@@ -3,13 +3,11 @@
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_loop import Loop, train
 
-from lightning_gputime import Cause, SlowStep, load
+from lightning_gputime import Cause, SlowStep
 from lightning_gputime._diagnosis import CODES, Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._ledger.rows import LineRow, PhasePart
@@ -141,6 +139,7 @@ BLOCKS = [
     for line in range(50, 58)
 ]
 BLOCKS = [replace(line, is_forward=True, operations=10) for line in BLOCKS]
+SEARCHES = [replace(line, operations=0) for line in BLOCKS]
 EMA = timed("EMA.update", "ema.py:9", host={"callbacks": 13.7})
 EMA_ON_GPU = timed("EMA.update", "ema.py:9", gpu={"callbacks": 3.0})
 TOPK = timed("topk", "train.py:52", host={"other": 13.6})
@@ -182,8 +181,6 @@ COPIES = {"data": 13.3, "data/fetch": 0.3, "data/copy": 13.0}
             1 / 0.7,
         ),
         (on_host(wall_clock=fit({"validation": 10.0})), "overhead-bound", "validation", 2.0),
-        (on_host(wall_clock=fit({"epoch ends": 10.0})), "overhead-bound", "epoch ends", 2.0),
-        (on_host(wall_clock=fit({"paused": 10.0})), "overhead-bound", "paused", 2.0),
         (on_host(wall_clock=fit({"set-up": 10.0})), "overhead-bound", "set-up", None),
     ],
 )
@@ -209,6 +206,8 @@ def test_diagnosis_names_the_largest_removable_entry(
         (on_host({"data": 3.2}), "compute-bound", "backward", "worth a look"),
         # The GPU waits for launches for less than 30 % of the step.
         (on_gpu(waits_in="forward"), "GPU-bound", "backward", "balanced"),
+        # The host does more than launching operations, and no line takes 20 %.
+        (on_gpu(None, *SEARCHES), "host-bound", "optimizer", "worth a look"),
     ],
 )
 def test_work_of_the_model_is_the_bottleneck_if_nothing_else_is(
@@ -217,13 +216,6 @@ def test_work_of_the_model_is_the_bottleneck_if_nothing_else_is(
     diagnosis, _ = diagnosed(measured)
     assert (diagnosis.code, diagnosis.grade) == (code, grade)
     assert diagnosis.entry == entry.replace("`", "")
-
-
-def test_many_lines_of_the_host_in_the_model_are_not_work_of_the_gpu() -> None:
-    # The host does more than launching operations, and no line takes 20 %.
-    lines = [replace(line, operations=0) for line in BLOCKS]
-    diagnosis, _ = diagnosed(on_gpu(None, *lines))
-    assert diagnosis.code != "GPU-bound"
 
 
 @pytest.mark.parametrize(
@@ -811,14 +803,6 @@ def test_long_steps_that_were_not_sampled_are_an_entry_without_speed_up() -> Non
 # The time breakdown
 
 
-def test_time_breakdown_contains_the_names_of_its_entries() -> None:
-    _, breakdown = diagnosed(on_host({"forward": 12.0}))
-    assert [*breakdown] == [row.name for row in breakdown.rows]
-    assert "forward" in breakdown
-    assert "validation" not in breakdown
-    assert breakdown["validation"].share == 0.0
-
-
 def test_time_breakdown_of_a_fit_is_exact() -> None:
     # 100 steps of 16.7 ms and 1 ms in checkpoints, after a first step of 500 ms.
     entries_s = {"set-up": 0.007, "first step": 0.5, "validation": 0.1, "epoch ends": 0.011}
@@ -840,6 +824,10 @@ def test_time_breakdown_of_a_fit_is_exact() -> None:
         }
     )
     assert breakdown["EMA.update (ema.py:9)"].ms_per_step == pytest.approx(3.0)
+    assert [*breakdown] == [row.name for row in breakdown.rows]
+    assert "forward" in breakdown
+    assert "paused" not in breakdown
+    assert breakdown["paused"].share == 0.0
 
 
 def random_lines(chance: random.Random, phases: list[str]) -> tuple[LineRow, ...]:
@@ -884,12 +872,3 @@ def test_time_breakdown_adds_up_for_random_measurements() -> None:
         _, breakdown = diagnosed(measured)
         assert all(row.seconds >= -1e-12 for row in breakdown.rows)
         assert all(0 <= row.host_share <= row.share + 1e-9 for row in breakdown.rows)
-
-
-def test_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:
-    timer = train(loop, 8)
-    timer.save(tmp_path / "run.json")
-    summary, loaded = timer.summary(), load(tmp_path / "run.json").summary()
-    assert loaded.diagnosis == summary.diagnosis
-    assert str(loaded) == str(summary)
-    assert summary.to_dict()["diagnosis"]["code"] == summary.code != ""

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,12 @@ import pytest
 from conftest import Command
 from fake_loop import with_facts
 from processes import ENVIRONMENT
-from test_compare import run
+from test_compare import run, saved_to
 from test_schema import GOLDEN, filled_run
 
 from lightning_gputime import Run, compare, load
-from lightning_gputime.__main__ import main
 from lightning_gputime._auto_instrumentation.environment import BEGAN, VARIABLE
 from lightning_gputime._ledger.rows import LineRow, PhasePart
-from lightning_gputime._runs import saved
 from lightning_gputime._runs.result import result_of
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -57,10 +56,9 @@ def with_line() -> Run:
 @each_format
 @pytest.mark.parametrize("name", [path.name for path in sorted(GOLDEN.glob("run-*.json"))])
 def test_result_of_each_version_of_a_file_follows_the_schema(
-    name: str, flag: str, capsys: pytest.CaptureFixture[str]
+    name: str, flag: str, command: Command
 ) -> None:
-    assert main(["show", str(GOLDEN / name), flag]) == 0
-    result = parse_valid(capsys.readouterr().out)
+    result = parse_valid(command("show", GOLDEN / name, flag).out)
     assert (result["kind"], result["brief"]) == ("run", flag == "--brief")
 
 
@@ -78,34 +76,35 @@ def test_brief_result_stays_short_for_many_phases_and_long_texts() -> None:
     assert len(json.dumps(brief)) < MAX_BRIEF_CHARS
 
 
+@pytest.fixture
+def compared(tmp_path: Path, command: Command) -> Callable[..., str]:
+    """Return a function that compares two runs, whose backward differs, and returns the output."""
+    paths = saved_to(tmp_path, *(run(i, 300, more={"backward": float(i)}) for i in range(2)))
+
+    def compared(*options: str, code: int = 0) -> str:
+        return str(command("compare", *paths, *options, code=code).out)
+
+    return compared
+
+
 @each_format
-def test_comparison_fits_the_schema(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [str(tmp_path / f"{i}.json") for i in range(2)]
-    for i, path in enumerate(paths):
-        saved.save(run(i, 300, more={"backward": float(i)}), path)
-    assert main(["compare", *paths, "--fail-above", "step:1%", flag]) == 1
-    result = parse_valid(capsys.readouterr().out)
+def test_comparison_fits_the_schema(flag: str, compared: Callable[..., str]) -> None:
+    result = parse_valid(compared("--fail-above", "step:1%", flag, code=1))
     assert result["outcome"] == "regression"
     assert result["rows"]["backward"]["direction"] == "slower"
-    full = result_of(compare(*paths))
+    full = result_of(compare(run(0, 300), run(1, 300, more={"backward": 1.0})))
     assert paths_of(result) - {".outcome"} <= paths_of(json.loads(json.dumps(full)))
 
 
-def test_markdown_has_outcome_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(tmp_path / f"{name}.json") for name in ("before", "after")]
-    for i, path in enumerate(paths):
-        saved.save(run(i, 300, more={"backward": float(i)}), path)
-    assert main(["compare", *paths, "--fail-above", "step:1%", "--markdown"]) == 1
-    heading, _, outcome, _, title, _, header, rule, *rows = capsys.readouterr().out.splitlines()
+def test_markdown_has_outcome_and_table(compared: Callable[..., str]) -> None:
+    markdown = compared("--fail-above", "step:1%", "--markdown", code=1)
+    heading, _, outcome, _, title, _, header, rule, *rows = markdown.splitlines()
     assert heading == "### Step time"
     assert outcome == "**Regression: step is slower by more than 1 %.**"
     assert title.startswith("A typical step in ms: before")
     assert header.startswith("| phase | before | after | change |")
     assert {row.count("|") for row in (header, rule, *rows) if row.startswith("|")} == {8}
-    main(["compare", *paths, "--markdown"])
-    assert "% slower: backward" in capsys.readouterr().out.splitlines()[2]
+    assert "% slower: backward" in compared("--markdown").splitlines()[2]
 
 
 SCRIPT = """

@@ -324,11 +324,9 @@ def test_find_program_distinguishes_python_scripts_from_programs(
     if path.name == "__main__.py":
         path = path.parent
     assert find_program([str(path), "-I"]) == (None if is_python else str(path))
-
-
-def test_find_program_takes_pipes_and_stdin_for_python(tmp_path: Path) -> None:
+    # A pipe, and "-" for stdin, have a Python script, too.
     os.mkfifo(tmp_path / "pipe")
-    assert [find_program([name]) for name in (str(tmp_path / "pipe"), "-")] == [None, None]
+    assert [find_program([found]) for found in (str(tmp_path / "pipe"), "-")] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -594,24 +592,29 @@ def test_run_times_the_loader_of_a_plain_loop(loop: str, samples: int, run: Runn
     assert "without a model call" not in err
 
 
+ONE_EPOCH_OF_A_SUBCLASS = (
+    LOADER.replace("range(2)", "range(1)")
+    .replace("in loader", "in Doubled(Slow(), 2, num_workers=1)")
+    .replace("net(x).square", "assert x.unique().tolist() == [2.0]; net(x).square")
+)
+A_LOADER_PER_EPOCH = LOADER.replace(
+    "    for x in loader",
+    "    loader = DataLoader(Slow(), 2, num_workers=1, persistent_workers=True)\n"
+    "    for x in loader",
+)
+
+
 @pytest.mark.slow
-def test_run_times_the_first_epoch_of_a_loader_subclass_with_workers(run: Runner) -> None:
-    script = LOADER.replace("range(2)", "range(1)")
-    script = script.replace("in loader", "in Doubled(Slow(), 2, num_workers=1)")
-    script = script.replace("net(x).square", "assert x.unique().tolist() == [2.0]; net(x).square")
+@pytest.mark.parametrize(
+    ("script", "batches", "starts"), [(ONE_EPOCH_OF_A_SUBCLASS, 20, 1), (A_LOADER_PER_EPOCH, 40, 2)]
+)
+def test_run_times_the_workers_of_the_first_and_of_later_epochs(
+    script: str, batches: int, starts: int, run: Runner
+) -> None:
     run(script, *SAVED, "--warmup-steps", "0", "train.py")
     (times,) = run.summary().measurement.loaders
-    assert (times.dataset, times.batches) == ("Slow.__getitem__", 20)
+    assert (times.dataset, times.batches, times.starts) == ("Slow.__getitem__", batches, starts)
     assert times.mean("dataset_ms") >= 4.0
-
-
-@pytest.mark.slow
-def test_run_times_the_workers_of_a_loader_that_each_epoch_replaces(run: Runner) -> None:
-    loader = "DataLoader(Slow(), 2, num_workers=1, persistent_workers=True)"
-    script = LOADER.replace("    for x in loader", f"    loader = {loader}\n    for x in loader")
-    run(script, *SAVED, "--warmup-steps", "0", "train.py")
-    (times,) = run.summary().measurement.loaders
-    assert (times.batches, times.starts) == (40, 2)
 
 
 @pytest.mark.slow
@@ -661,15 +664,6 @@ def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runne
         assert summary.steps == summary.rows["backward"].n == steps
         stages = [found.kind for found in summary.measurement.culprits if found.kind in STAGES]
         assert len(stages) == len({*stages})
-
-
-@pytest.mark.slow
-def test_run_compares_the_ranks_of_a_plain_loop(run: Runner) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "train.py")
-    _, err = run(LATE_RANK, *RUN, *torchrun)
-    assert "straggler-bound: `the straggler` takes" in err
-    # The line that sleeps.
-    assert "speed up rank 1 in `train.py:10`: all other ranks wait for it" in err
 
 
 FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}
@@ -829,12 +823,17 @@ def test_interrupt_reaches_the_script(run: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_has_one_timer_and_only_rank_zero_prints_and_saves(run: Runner) -> None:
+def test_ranks_of_a_plain_loop_are_compared_and_only_rank_zero_prints_and_saves(
+    run: Runner,
+) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    _, err = run(PLAIN, *SAVED, "-m", *launcher)
+    _, err = run(LATE_RANK, *SAVED, "-m", *launcher)
     assert err.count("Time per step") == err.count("Timing the loop") == 1
     assert "No step is timed" not in err
     assert [path.name for path in run.folder.glob("run*.json")] == ["run.json"]
+    assert "straggler-bound: `the straggler` takes" in err
+    # The line that sleeps.
+    assert "speed up rank 1 in `train.py:10`: all other ranks wait for it" in err
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def test_saved_file_of_each_version_is_read(
     with caplog.at_level(logging.WARNING):
         run = load(tmp_path / name)
     assert not caplog.messages
+    assert isinstance(run.summary().measurement.sections[0].sentences, tuple)
     new = json.loads(json.dumps(without_derived(saved.to_json(run))))
     removed = REMOVED.get(version, set()) | REMOVED.get(f"{version}.{minor}", set())
     assert {*differences(without_derived(old), new)} == removed

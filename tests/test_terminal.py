@@ -212,10 +212,7 @@ def test_unit_of_the_table_suits_the_step(ms: float, title: str, cell: str, word
     assert duration(ms) == words
     assert f"of {words} per step" in text
     assert summary.step.mean_ms == pytest.approx(ms)
-
-
-def test_numbers_are_written_without_an_exponent() -> None:
-    assert unit_of(5.0).of(123_456.0) == "123456 ms"
+    assert unit_of(5.0).of(123_456.0) == "123456 ms"  # Without an exponent.
 
 
 def test_sentences_wrap_between_words_only_on_a_terminal() -> None:
@@ -269,8 +266,5 @@ def test_table_is_escaped_on_ascii_output(
     assert rb"\xe9 " in written
     assert (b"\x1b[48;5;" in written) is is_terminal
     assert rb"\xa0" not in written
-
-
-def test_table_is_not_shown_without_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stdout", None)  # The process has no output.
     show(summary_of_ranks())

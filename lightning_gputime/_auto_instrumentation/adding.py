@@ -90,7 +90,10 @@ def finish_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True)
 
 
 def _rank() -> str | None:
-    # None if unknown. Call it when a timer is added: the process group may be gone at the exit.
+    """Return the rank of this process; None if unknown.
+
+    Call it when a timer is added: the process group may be gone when Python exits.
+    """
     if distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
     return os.environ.get("RANK")
@@ -101,7 +104,11 @@ _began_s = float(os.environ.get(BEGAN, time.time()))  # Unix time at which `run`
 
 
 def path_to_save(wanted: dict[str, Any]) -> str | None:
-    """Return `save_path`, extended if another timer of the script or its subprocesses uses it."""
+    """Return `save_path`, extended if another timer of the script or its subprocesses uses it.
+
+    Example: "run.json.gz" for the first timer, "run-2.json.gz" for the second, and
+    "run-4711.json.gz" for the first of a child process that is no rank.
+    """
     if (path := wanted.get("save_path")) is None:
         return None
     number = next(_file_numbers)
@@ -114,7 +121,7 @@ def path_to_save(wanted: dict[str, Any]) -> str | None:
 
 
 def _unused(path: str) -> str:
-    # If a file was saved there since `run` began, add the process id.
+    """Return the path, with the process id if a file was saved there since `run` began."""
     if not os.path.exists(path) or os.path.getmtime(path) < _began_s:
         return path
     unused = _extended(path, os.getpid())
@@ -125,13 +132,13 @@ def _unused(path: str) -> str:
 
 
 def _extended(path: str, *parts: object) -> str:
-    # Such as "run-2.json.gz" for "run.json.gz".
+    """Return the path with parts after its name, such as "run-2.json.gz" for "run.json.gz"."""
     name, dot, endings = Path(path).name.partition(".")
     return str(Path(path).with_name("-".join([name, *map(str, parts)]) + dot + endings))
 
 
 def _print_and_save(timer: Any, path: str | None, *, prints: bool) -> None:
-    # Also print the table if the training failed.
+    """Remove a timer and save its run. Print the table if wanted, or if the training failed."""
     try:
         has_failed = hasattr(sys, "last_value")  # An error has ended the script.
         is_unfinished = timer._session.is_attached or timer._is_aborted
@@ -225,7 +232,12 @@ class TimedLoop:
 
     It is split as `steps(loader)` does: a fetch is `data`, other code `other`. The training
     datasets are all datasets from which the first timed step fetches with gradients enabled.
-    Fetches from other datasets, such as a validation's, are ignored.
+    Fetches from other datasets, such as a validation's, are ignored. In the order of events:
+
+    1. `_step_ends` is called after each update. The first begins the first timed step.
+    2. In that step, `on_call_start` collects the iterators from which it fetches.
+    3. At its end, `_find_datasets` takes their datasets as the training datasets.
+    4. From then on, `_start_epoch`, `on_call_start` and `on_call_end` mark `data`.
     """
 
     def __init__(
@@ -236,20 +248,14 @@ class TimedLoop:
         early: EarlyStages,  # Stages of the iterators that were created before the timer.
     ) -> None:
         self.optimizer, self._early = optimizer, early
+        # Number of consecutive updates by other optimizers after which the loop is over.
         self.ends_after = _MIN_OTHER_UPDATES
-        """Number of consecutive updates by other optimizers after which the loop is over."""
         self._has_updated = False  # True after the first update.
         self._iterators: list[Any] = []  # Iterators of loaders that the first timed step reads.
         self._datasets: list[_Dataset] = []  # Training datasets; empty until that step has ended.
         self._awaits_first_fetch = False  # True from `iter(loader)` until the first fetch.
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
-        self._attach()
-        self._show = finish_at_exit(self._timer, wanted)
-        self.is_shown = self._show is not None
-
-    def _attach(self) -> None:
-        """Attach the timer, and listen to the loaders and to the updates that end the steps."""
         # The timer also listens to `iter(loader)`, but needs `_start_epoch` to have passed it the
         # loader. So subscribe first.
         calls = Calls(self._start_epoch, self._keep_only_settings)
@@ -257,10 +263,12 @@ class TimedLoop:
         starts.attach()
         self._timer.attach()
         self._timer._session.attach_until_end(starts)
-        self._hook = self.optimizer.register_step_post_hook(self._step_ends)
+        self._hook = optimizer.register_step_post_hook(self._step_ends)
+        self._show = finish_at_exit(self._timer, wanted)
+        self.is_shown = self._show is not None
 
     def tolerate(self, n: int) -> None:
-        """Allow more than `n` updates of other optimizers between two updates of this loop."""
+        """Allow about twice as many updates of others as the `n` between two of this loop."""
         self.ends_after = max(self.ends_after, 2 * n + _MIN_OTHER_UPDATES)
 
     def end(self) -> bool:
@@ -317,8 +325,10 @@ class TimedLoop:
         return True
 
     def _keep_only_settings(self, iterator: Any) -> None:
-        # Now let the timer keep the settings of the loader instead: a script may create a loader
-        # for each epoch, whose workers exit once it is deleted.
+        """Let the timer keep the settings of a loader, but not the loader.
+
+        A script may create a loader for each epoch, whose workers exit once it is deleted.
+        """
         self._timer._read_loader(settings_of_iterator(iterator), in_data=True)
 
     # Listener of loader iterators, see `Calls`

@@ -42,8 +42,9 @@ _NO_CALLBACK = (
     "No step is timed: the Trainer of %s did not call the callback that run adds. Pass a"
     " timer to the Trainer, or reinstall lightning-gputime."
 )
-_MAX_LOOPS = 20
+_MAX_LOOPS = 20  # Each prints a table, so that more would hide the output of the script.
 _MAX_SHORT_LOOPS = 3  # After this many in a row, time no loop: to find each model takes 0.1 s.
+_LAUNCHER_CPU_S = 0.5  # CPU time of its children from which on a process is taken for a launcher.
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # Environment variable with the id of the first process.
 
 
@@ -51,7 +52,11 @@ class PlainLoops:
     """Timers of plain loops, one after another.
 
     The first optimizer that updates in a loop defines its steps. The loop is over once other
-    optimizers have updated several times since the last update of that optimizer.
+    optimizers have updated several times since the last update of that optimizer:
+
+    1. `_update_ends` is called after each update, and counts the updates of other optimizers.
+    2. If there are enough, the next backward calls `_switch_to`, which ends the loop.
+    3. `_try_to_time` finds the models of the new optimizer, and starts its `TimedLoop`.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -74,6 +79,7 @@ class PlainLoops:
         Finalize(None, self._report, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        """Count an update, and look for a new loop once the timed loop seems to be over."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             # The loop continues. `TimedLoop._step_ends` has already ended the step.
@@ -107,11 +113,17 @@ class PlainLoops:
     @suppress_errors()
     def _switch_to(self, optimizer: Optimizer | None) -> None:
         """Unless the timed loop has continued, end it, and time the loop of an optimizer."""
-        loop = self._loop
-        if loop is not None and self._n_other_updates < loop.ends_after:
-            return
-        if loop is not None:
-            self._end(loop)
+        if (loop := self._loop) is not None:
+            if self._n_other_updates < loop.ends_after:
+                return
+            # If this optimizer updates again, two optimizers alternate in one training. Show each
+            # of them once.
+            self._untimeable.add(loop.optimizer)
+            is_shown = loop.end()
+            self._early_stages().attach()
+            self._has_missed |= not is_shown
+            self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
+            self._loop = None
         self._n_other_updates = 0
         if optimizer is None or self._n_short_loops >= _MAX_SHORT_LOOPS:
             return
@@ -133,19 +145,8 @@ class PlainLoops:
             return
         self._untimeable.discard(optimizer)
 
-    def _end(self, loop: "TimedLoop") -> None:
-        """End the timed loop, and count it as short if it has too few steps to be shown."""
-        # If this optimizer updates again, two optimizers alternate in one training. Show each of
-        # them once.
-        self._untimeable.add(loop.optimizer)
-        is_shown = loop.end()
-        self._early_stages().attach()
-        self._has_missed |= not is_shown
-        self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
-        self._loop = None
-
     def _try_to_time(self, optimizer: Optimizer) -> bool:
-        """Time the loop in which an optimizer updates its models; return False and warn if not."""
+        """Time the loop in which an optimizer updates, or warn and return False."""
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._compat import lightning_, transformers_
         from lightning_gputime._compat.python_ import running_module
@@ -187,9 +188,8 @@ class PlainLoops:
         """Warn at exit if no loop, or not every loop, was timed."""
         if self._shows and self._has_missed:
             messages.warning(_MISSED)
-        times = os.times()
-        # A process whose children took CPU time (in seconds) is a launcher: the children train.
-        is_launcher = times.children_user + times.children_system > 0.5
+        times = os.times()  # In seconds. The children of a launcher train.
+        is_launcher = times.children_user + times.children_system > _LAUNCHER_CPU_S
         has_timer = "lightning_gputime._timer" in sys.modules
         is_child = os.environ[_PROCESS] != str(os.getpid())
         has_failed = hasattr(sys, "last_value")
@@ -235,7 +235,7 @@ def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
-    # The outermost modules that have parameters of the optimizer.
+    """Return the outermost modules that have parameters of the optimizer."""
     from lightning_gputime._compat.torch_ import is_compiled_graph
     from lightning_gputime._instrumentation.loop import parameters_of
 

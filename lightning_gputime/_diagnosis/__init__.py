@@ -10,20 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._measurement import wall_clock as wall
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.wall_clock import (
-    BETWEEN_LOOPS,
-    CHECKPOINTS,
-    EPOCH_ENDS,
-    EVALUATION,
-    FIRST_STEP,
-    PAUSED,
-    SANITY_CHECK,
-    SET_UP,
-    TEAR_DOWN,
-    VALIDATION,
-)
 from lightning_gputime._messages import duration
 from lightning_gputime._phases import (
     BACKWARD,
@@ -69,8 +58,9 @@ CODES: Mapping[str, str] = {
     **dict.fromkeys((COLLECTIONS, COMPILATIONS, ALLOCATOR, CONTENTION), HOST_BOUND),
     **dict.fromkeys(
         (
-            *(VALIDATION, EVALUATION, CHECKPOINTS, EPOCH_ENDS, PAUSED, BETWEEN_LOOPS),
-            *(SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN),
+            *wall.ONCE,
+            *(wall.VALIDATION, wall.EVALUATION, wall.CHECKPOINTS),
+            *(wall.EPOCH_ENDS, wall.PAUSED, wall.BETWEEN_LOOPS),
         ),
         OVERHEAD_BOUND,
     ),

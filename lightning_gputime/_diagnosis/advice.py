@@ -22,22 +22,10 @@ from lightning_gputime._diagnosis import (
 from lightning_gputime._diagnosis.breakdown import is_model_work, is_update
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._loader.advice import advise_on_first_step, advise_on_loader
+from lightning_gputime._measurement import wall_clock as wall
 from lightning_gputime._measurement.culprits import GC_COLLECT, of_entry
 from lightning_gputime._measurement.measurement import CostlySetting, Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import is_rare, is_uneven
-from lightning_gputime._measurement.wall_clock import (
-    BETWEEN_LOOPS,
-    CHECKPOINTS,
-    EPOCH_ENDS,
-    EVALUATION,
-    FIRST_STEP,
-    ONCE,
-    PAUSED,
-    SANITY_CHECK,
-    SET_UP,
-    TEAR_DOWN,
-    VALIDATION,
-)
 from lightning_gputime._messages import duration, percent
 from lightning_gputime._phases import (
     BACKWARD,
@@ -52,6 +40,13 @@ from lightning_gputime._phases import (
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
 _MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
+_MAX_SHORT_S = 5.0  # An entry that occurs once is short up to this time.
+# Minimum share of the model's code that keeps the GPU waiting. On shorter code,
+# `advise_on_launches` has advice for all of it together.
+_MIN_LAUNCHING = 0.2
+_MIN_LIBRARY = 0.1  # Minimum share of code of a library, which the user cannot change.
+_MIN_CALLS = 4  # Per step. From this number on, advice tells how often code is called.
+_MIN_AFTER_BATCHES = 0.3  # Minimum fraction of evaluations for computing metrics after them.
 
 Rule = Callable[[Case], Iterator[Advice]]
 
@@ -70,24 +65,22 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
     line = entry.line or case.main_line
     if line is not None and line.grew_to_ms:
         found.append(advise_on_growth(line))
-    if not only_settings and (rule := _rule_for(case)) is not None:
-        found += rule(case)
+    if only_settings:
+        pass  # Another entry has the other advice.
+    elif entry.line is not None:
+        found += _advise_on_line(case, entry.line)
+    elif entry.name in _RULES:
+        found += _RULES[entry.name](case)
+    elif case.phase in case.m.rows and case.phase in STANDARD_PHASES:
+        found += _advise_on_phase(case)
+    elif case.phase in case.m.rows or CALLBACKS in entry.phases_ms:
+        found += _advise_on_user_phase(case)
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
-
-
-def _rule_for(case: Case) -> Rule | None:
-    if case.entry.line is not None:
-        return _advise_on_line
-    if case.entry.name in _RULES:
-        return _RULES[case.entry.name]
-    if case.phase in case.m.rows:
-        return _advise_on_phase if case.phase in STANDARD_PHASES else _advise_on_user_phase
-    return _advise_on_user_phase if CALLBACKS in case.entry.phases_ms else None
 
 
 def is_short_once(entry: Entry) -> bool:
     """Return True if an entry occurs once, and would not matter in a longer training."""
-    return entry.name in ONCE and entry.seconds < 5.0
+    return entry.name in wall.ONCE and entry.seconds < _MAX_SHORT_S
 
 
 def _is_costly(setting: CostlySetting, case: Case) -> bool:
@@ -121,22 +114,21 @@ def advise_on_growth(line: LineRow) -> Advice:
 # Code of the user
 
 
-def _advise_on_line(case: Case) -> Iterator[Advice]:
+def _advise_on_line(case: Case, line: LineRow) -> Iterator[Advice]:
+    """Yield advice on code. The most specific that applies is given, so the order matters."""
     m, setup, entry = case.m, case.setup, case.entry
-    line = entry.line
-    assert line is not None
     if is_update(line):
         yield from _fuse_update(m, setup)
         return
     if line.is_rest:  # Many short lines: shortening one of them saves little.
         return
-    times = f", {line.calls:.0f} times per step" if line.calls >= 4 else ""
+    times = f", {line.calls:.0f} times per step" if line.calls >= _MIN_CALLS else ""
     in_model = is_model_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
-    if in_model and keeps_waiting and entry.share < 0.2:
-        return  # `advise_on_launches` has advice on all lines of the model together.
-    if line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1:
-        return  # The user cannot change the code of a library.
+    if in_model and keeps_waiting and entry.share < _MIN_LAUNCHING:
+        return
+    if line.is_library and CALLBACKS not in entry.phases_ms and entry.share < _MIN_LIBRARY:
+        return
     if line.is_recomputed:
         memory = f" (now {percent(m.memory.share)} of the GPU's)" if m.memory is not None else ""
         text = (
@@ -322,7 +314,7 @@ def _save_less(case: Case) -> Iterator[Advice]:
 
 def _evaluate_less(case: Case) -> Iterator[Advice]:
     how, metrics_hook = "evaluate less often, or on fewer samples", "compute_metrics"
-    if case.entry.name == VALIDATION:
+    if case.entry.name == wall.VALIDATION:
         how = "validate less often: check_val_every_n_epoch or val_check_interval"
         metrics_hook = "on_validation_epoch_end"
     line, clock = case.main_line, case.m.wall_clock
@@ -330,8 +322,9 @@ def _evaluate_less(case: Case) -> Iterator[Advice]:
         took = f"{duration(line.ms)} of {duration(1e3 * case.entry.seconds)}"
         yield Advice("metrics", f"{line} takes {took}: make it faster")
     if clock is not None and (after_s := clock.after_batches_s):
-        all_s = clock.entries_s.get(VALIDATION, 0.0) + clock.entries_s.get(EVALUATION, 0.0)
-        if after_s >= 0.3 * all_s:
+        entries = (wall.VALIDATION, wall.EVALUATION)
+        all_s = sum(clock.entries_s.get(name, 0.0) for name in entries)
+        if after_s >= _MIN_AFTER_BATCHES * all_s:
             took = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
             text = f"use faster metrics: {took} are spent after the last batch, in {metrics_hook}"
             yield Advice("metrics", text)
@@ -346,28 +339,28 @@ def _shorten_first_step(case: Case) -> Iterator[Advice]:
 
 # By entry: code, advice if its code is unknown, and how to shorten its longest code.
 _OUTSIDE_STEPS: Mapping[str, tuple[str, str, str]] = {
-    EPOCH_ENDS: (
+    wall.EPOCH_ENDS: (
         "epoch_ends",
         "make hooks at the start and end of epochs faster, or use longer epochs",
         "make it faster, or run it in fewer epochs",
     ),
-    SET_UP: (
+    wall.SET_UP: (
         "set_up",
         "cache results of prepare_data, setup and the construction of loaders; this occurs once",
         "cache its result; this occurs once",
     ),
-    BETWEEN_LOOPS: (
+    wall.BETWEEN_LOOPS: (
         "between_loops",
         "run code between two loops, such as an evaluation, less often",
         "run it less often, or make it faster",
     ),
-    TEAR_DOWN: (
+    wall.TEAR_DOWN: (
         "tear_down",
         "speed up code after the last epoch, such as a checkpoint, a test or an upload; this occurs"
         " once",
         "make it faster; this occurs once, after the last epoch",
     ),
-    PAUSED: (
+    wall.PAUSED: (
         "paused",
         "run code in timer.paused(), such as an evaluation, less often",
         "run it less often, or make it faster",
@@ -430,11 +423,11 @@ _RULES: Mapping[str, Rule] = {
     OTHER_RANKS: _always(
         "other_ranks", "find the rank with the slowest loader or callbacks: all others wait for it"
     ),
-    VALIDATION: _evaluate_less,
-    EVALUATION: _evaluate_less,
-    CHECKPOINTS: _save_less,
-    FIRST_STEP: _shorten_first_step,
-    SANITY_CHECK: _always(
+    wall.VALIDATION: _evaluate_less,
+    wall.EVALUATION: _evaluate_less,
+    wall.CHECKPOINTS: _save_less,
+    wall.FIRST_STEP: _shorten_first_step,
+    wall.SANITY_CHECK: _always(
         "sanity_check", "pass num_sanity_val_steps=0 to skip it; this occurs once"
     ),
     **dict.fromkeys(_OUTSIDE_STEPS, _shorten_outside_steps),

@@ -1,7 +1,13 @@
-"""Time breakdown of a training run: its wall clock, divided into entries."""
+"""Time breakdown of a training run: its wall clock, divided into entries.
 
+1. `_groups` divides a step by the reasons for its phases: waits, slow steps, timing itself.
+2. `_parts` divides the groups that consist of code by lines. Each part is an entry.
+3. `break_down` scales the parts from a step to all steps, and adds the entries outside of steps.
+"""
+
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_gputime._diagnosis import (
@@ -24,17 +30,12 @@ from lightning_gputime._diagnosis import (
     TimeBreakdown,
 )
 from lightning_gputime._ledger.rows import LineRow, PhasePart
+from lightning_gputime._measurement import wall_clock as wall
 from lightning_gputime._measurement.culprits import WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven
-from lightning_gputime._measurement.wall_clock import (
-    CHECKPOINTS,
-    FIRST_STEP,
-    ONCE,
-    STEPS,
-    WallClockBreakdown,
-)
+from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._phases import (
     BACKWARD,
     CALLBACK_WAIT,
@@ -51,15 +52,18 @@ from lightning_gputime._phases import (
 
 _MIN_WAIT = 0.1  # With a shorter host wait, as a fraction of the step, the host's time is unknown.
 _MIN_PACE = 0.6  # Minimum fraction of an entry's time in which the host or the GPU sets the pace.
+# Compilations are frequent from one in 10 steps on, and reported from 20 % of the time on. Fewer
+# than 5 are necessary: the first of each graph.
+_FREQUENT, _MIN_COMPILED, _MIN_COMPILATIONS = 0.1, 0.2, 5
 
 
 @dataclass(slots=True)
 class _Group:
     """Phases inside steps that share a reason, and their time as a fraction of the step."""
 
-    share: float = 0.0
+    share: float = 0.0  # Less than the sum of `phases` once other groups have got a part of it.
     error: float = 0.0  # Half-width of the 95 % confidence interval of `share`.
-    phases: dict[str, float] = field(default_factory=dict)  # Without the time of sub-phases.
+    phases: dict[str, float] = field(default_factory=dict)  # Each without its sub-phases.
 
 
 @dataclass(slots=True)
@@ -79,41 +83,37 @@ class _Part:
     def add(self, top: str, gpu: float, host: float, error: float) -> None:
         self.gpu[top] += gpu
         self.host[top] += host
-        self.error = (self.error**2 + error**2) ** 0.5
+        self.error = math.hypot(self.error, error)
 
 
 def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
     """Return the time breakdown, without advice."""
     wall_clock = m.wall_clock or WallClockBreakdown({})
     scope = "training" if setup.is_own_loop else "fit"
-    if STEPS not in wall_clock.entries_s:  # Before the second step.
+    if wall.STEPS not in wall_clock.entries_s:  # Before the second step.
         scope = "timed steps"
         n = m.steps + m.untimed_steps
-        wall_clock = WallClockBreakdown({STEPS: n * m.step.mean_ms / 1e3})
+        wall_clock = WallClockBreakdown({wall.STEPS: n * m.step.mean_ms / 1e3})
     entries_s = dict(wall_clock.entries_s)
-    # The entry `steps` of the wall clock excludes checkpoints, but the step time includes them.
-    steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
+    # The entry `steps` of the wall clock excludes checkpoints, but the step time includes them. So
+    # scale: 1.8 s of steps without 0.2 s of checkpoints are 90 % of 2 s, to which groups refer.
+    steps_s, saves_s = entries_s.pop(wall.STEPS), wall_clock.saves_in_steps_s
     groups = _groups(m, saves_s / (steps_s + saves_s or 1.0))
     share_without_saves = 1.0 - groups.pop(SAVES, _Group()).share
-    # The entry of the first step is only its excess over a usual step.
-    first_step_s = entries_s.get(FIRST_STEP, 0.0)
-    usual_step_s = min(share_without_saves * m.step.mean_ms / 1e3, first_step_s)
-    if first_step_s:
-        entries_s[FIRST_STEP] = first_step_s - usual_step_s
-    # Groups are fractions of the step with checkpoints, so scale the time of all steps accordingly.
-    all_steps_s = 0.0
-    if share_without_saves > 0:
-        all_steps_s = (steps_s + usual_step_s) / share_without_saves
+    # The entry of the first step is only its excess over a usual step: 500 ms are 15 ms in the
+    # steps, and 485 ms in this entry.
+    if first_step_s := entries_s.get(wall.FIRST_STEP, 0.0):
+        usual_step_s = min(share_without_saves * m.step.mean_ms / 1e3, first_step_s)
+        entries_s[wall.FIRST_STEP] -= usual_step_s
+        steps_s += usual_step_s
+    all_steps_s = steps_s / share_without_saves if share_without_saves > 0 else 0.0
     wall_s = sum(entries_s.values()) + share_without_saves * all_steps_s
-    steps_share = all_steps_s / wall_s
     rows = []
     for name, part in _parts(m, groups, setup).items():
         # A phase may share its name with an entry outside of steps: add both.
         seconds = entries_s.pop(name, 0.0) + part.share * all_steps_s
         if seconds > 0:
-            rows.append(
-                _entry_in_steps(name, part, seconds / wall_s, steps_share, m, setup, wall_s)
-            )
+            rows.append(_entry_in_steps(name, part, seconds, all_steps_s, wall_s, m, setup))
     for name, seconds in entries_s.items():
         if seconds > 0:
             rows.append(_entry_outside(name, seconds, wall_s, m))
@@ -123,7 +123,7 @@ def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
         wall_s=wall_s,
         scope=scope,
         step_ms=m.step.mean_ms,
-        steps_share=steps_share,
+        steps_share=all_steps_s / wall_s,
         # MFU above 1 means that the FLOPs or the peak are wrong.
         peak_share=None if mfu is None or mfu > 1 else mfu * all_steps_s / wall_s,
         unknown="" if m.on_host_clock or m.stage or mfu is not None else "MFU (pass flops=)",
@@ -159,14 +159,14 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
         return moved
 
     for name, row in m.rows.items():
-        sub_phases = [other for other in m.rows if other.rpartition("/")[0] == name]
-        own = max(row.share - sum(m.rows[sub_phase].share for sub_phase in sub_phases), 0.0)
+        parts = [part.share for other, part in m.rows.items() if other.rpartition("/")[0] == name]
+        own = max(row.share - sum(parts), 0.0)
         group = groups[group_of(name)]
         group.share += own
         group.phases[name] = own
         # The error of a phase includes the errors of sub-phases in the same group.
         if "/" not in name or group_of(name) != group_of(name.partition("/")[0]):
-            group.error = (group.error**2 + row.share_error**2) ** 0.5
+            group.error = math.hypot(group.error, row.share_error)
     # From here on, move time from phases to the reasons for it.
     move(CALLBACKS, SAVES, saves_share)  # In a step, checkpoints are part of callbacks.
     if m.slow is not None:
@@ -176,7 +176,7 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
                     move(group_of(name), f"{SLOW}{cause}", share)
     model = [name for name in MODEL_PHASES if name in groups]
     # The causes of slow steps may already include a part of the compilations.
-    missing_share = _compiled_share(m) - groups[COMPILATIONS].share
+    missing_share = _frequently_compiled_share(m) - groups[COMPILATIONS].share
     for name in model:
         missing_share -= move(name, COMPILATIONS, missing_share)
     if (ranks := m.ranks) is not None and ranks.straggler is not None:
@@ -193,21 +193,21 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
     return {name: group for name, group in groups.items() if group.share > 0}
 
 
-def _compiled_share(m: Measurement) -> float:
-    """Return the fraction of all steps that frequent compilations take, if it is 20 % or more.
+def _frequently_compiled_share(m: Measurement) -> float:
+    """Return the fraction of all steps that compilations take; 0 if they are rare.
 
     Frequent compilations lengthen most steps, so the steps that they lengthen are not slow.
     """
     code = of_entry(m.culprits, COMPILATIONS)
     steps = m.steps + m.untimed_steps + m.warmup_steps
-    if not steps or sum(compiled.calls for compiled in code) < 0.1 * steps:
+    if not steps or sum(compiled.calls for compiled in code) < _FREQUENT * steps:
         return 0.0
     # Exclude compilations in the first step, which is a separate entry. Nearly all of that step is
     # compilation, so subtract all of it.
-    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
+    first_s = m.wall_clock.entries_s.get(wall.FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
     compiled_s = sum(compiled.seconds for compiled in code) - first_s
     share = 1e3 * compiled_s / (steps * m.step.mean_ms)
-    return share if share >= 0.2 else 0.0
+    return share if share >= _MIN_COMPILED else 0.0
 
 
 def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -> dict[str, _Part]:
@@ -215,16 +215,21 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
 
     Groups that a verdict names stay undivided. The phases of the model, callbacks and other code
     are divided by the code that is the reason for their time.
+
+    All timed steps show how long a phase is, and the examined steps how it is divided. Example:
+    `forward` takes 40 % of the step. In examined steps, `Net.forward` takes 6 of its 8 ms, so the
+    entry `Net.forward` takes 30 % of the step. In the other 2 ms, the GPU idles, because code in
+    `other` has waited for it. They count for that code.
     """
     parts = defaultdict[str, _Part](_Part)
     group_of_phase = {phase: name for name, group in groups.items() for phase in group.phases}
     # In a loop that only calls `step()`, `data` is all the time before forward.
     has_data = not setup.is_own_loop or setup.has_loader or FETCH in m.rows
 
-    def is_undivided(name: str) -> bool:
-        if name == DATA and m.examined_steps and not has_data:
+    def is_undivided(group: str) -> bool:
+        if group == DATA and m.examined_steps and not has_data:
             return False
-        return name in CODES or name not in STANDARD_PHASES or name in (TIMING, NOT_SAMPLED)
+        return group in CODES or group not in STANDARD_PHASES or group in (TIMING, NOT_SAMPLED)
 
     def part_of(row: LineRow, group: str, top: str) -> _Part:
         """Return the part for the time of a row in a group and a phase."""
@@ -237,32 +242,33 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
         return part
 
     for name, group in groups.items():
-        known = sum(group.phases.values())
-        if not known:  # Causes of slow steps, for example.
+        all_own = sum(group.phases.values())
+        if not all_own:  # Causes of slow steps, for example.
             parts[name].host[name] += group.share
             parts[name].error = group.error
             continue
         for phase, own in group.phases.items():
             top = phase.partition("/")[0]
-            share, error = group.share * own / known, group.error * own / known
+            share, error = group.share * own / all_own, group.error * own / all_own
             rows = [row for row in m.lines if not row.entry and phase in row.phases]
             all_ms = sum(row.phases[phase].ms for row in rows)
             if not all_ms:
                 # Without lines, a trainer's callbacks are known.
-                callback = CHECKPOINTS if phase == SAVES else of_one_callback(phase)
+                callback = wall.CHECKPOINTS if phase == SAVES else of_one_callback(phase)
                 part = parts[name if is_undivided(name) else callback or top]
                 host_paced = _host_paced(m, phase)
                 part.add(top, (1 - host_paced) * share, host_paced * share, error)
                 continue
+            scale = share / all_ms
             for row in rows:
                 in_phase = row.phases[phase]
-                of_row = in_phase.ms / (row.ms or 1.0)
-                error_of_row = row.error_ms * of_row / (m.step.mean_ms or 1.0)
-                total_error = ((error * in_phase.ms / all_ms) ** 2 + error_of_row**2) ** 0.5
-                scale = share / all_ms
-                own_host_ms = in_phase.host_ms - in_phase.idle_ms
+                error_of_row = row.error_ms * in_phase.ms / (row.ms or 1.0)
+                total_error = math.hypot(
+                    error * in_phase.ms / all_ms, error_of_row / (m.step.mean_ms or 1.0)
+                )
+                busy_ms = in_phase.host_ms - in_phase.idle_ms
                 part = part_of(row, name, top)
-                part.add(top, scale * in_phase.gpu_ms, scale * own_host_ms, total_error)
+                part.add(top, scale * in_phase.gpu_ms, scale * busy_ms, total_error)
                 if in_phase.idle_ms:
                     # The reason for the GPU's idle time is what the code waited in: its main phase.
                     part = part_of(row, group_of_phase.get(row.main_phase, ""), top)
@@ -281,37 +287,45 @@ def _host_paced(m: Measurement, phase: str) -> float:
 def _entry_in_steps(
     name: str,
     part: _Part,
-    share: float,
-    steps_share: float,
+    seconds: float,
+    all_steps_s: float,
+    wall_s: float,
     m: Measurement,
     setup: TrainingSetup,
-    wall_s: float,
 ) -> Entry:
-    """Return an entry that takes `share` of the wall clock. All steps take `steps_share`."""
-    host = sum(part.host.values())
+    """Return an entry that takes `seconds` of the wall clock, of which all steps take a part."""
+    share, steps_share = seconds / wall_s, all_steps_s / wall_s
+    n, step_ms = m.steps + m.untimed_steps, m.step.mean_ms
+    host, error = sum(part.host.values()), part.error * steps_share
+    is_of_timer = name in (TIMING, NOT_SAMPLED)
     pace = ""
-    if part.share and name not in (TIMING, NOT_SAMPLED) and not m.on_host_clock:
+    if part.share and not is_of_timer and not m.on_host_clock:
         of_host = host / part.share
         pace = "host" if of_host >= _MIN_PACE else "GPU" if of_host <= 1 - _MIN_PACE else "both"
-    error = part.error * steps_share
     tops = {*part.gpu, *part.host}
     rows = [m.rows[top] for top in tops if top in m.rows]
-    n, step_ms = m.steps + m.untimed_steps, m.step.mean_ms
-    is_models = part.line is None and name.removesuffix(NOT_EXAMINED) in MODEL_PHASES
-    is_removable = (
-        error < share
-        and not is_blurred(tops, m)
-        and not _is_in_few_steps(name, part, rows, m)
-        and name not in (TIMING, NOT_SAMPLED)
-        and not (part.line is not None and part.line.is_rest)
-        and not is_models
-        and not (name == DATA and may_hide_evaluations(m, setup))
+    compilations = sum(code.calls for code in of_entry(m.culprits, COMPILATIONS))
+    # Most of the entry is in one step, which the examined steps are not like.
+    longest_ms = max((row.max_ms for row in rows), default=0.0)
+    is_one_unexamined_step = (
+        name.endswith(NOT_EXAMINED) and longest_ms >= 0.5 * part.share * step_ms * n
+    )
+    is_removable = error < share and not (
+        is_of_timer
+        or is_blurred(tops, m)
+        or is_one_unexamined_step
+        or (name == COMPILATIONS and 0 < compilations < _MIN_COMPILATIONS)
+        or (part.line is not None and part.line.is_rest)
+        or (part.line is None and name.removesuffix(NOT_EXAMINED) in MODEL_PHASES)
+        or (name == DATA and may_hide_evaluations(m, setup))
     )
     # A phase that is long in a single step only is not the bottleneck.
     is_of_one_step = rows and all(_is_of_one_step(row, n, step_ms) for row in rows)
     saved_share = share
     if pace == "GPU" and name not in CODES and m.host_wait_mean_ms >= _MIN_WAIT * step_ms:
         # Without this work, the host sets the pace: no step is shorter than its time on the host.
+        # If it waits for 3 of 14 ms, then removing 10 ms of the GPU's work saves only 3 ms, and the
+        # host's time for that work.
         of_phases_ms = sum(row.host_mean_ms * row.frequency for row in rows)
         busy_ms = of_phases_ms if part.line is None else part.line.busy_ms
         saved_ms = m.host_wait_mean_ms + busy_ms
@@ -322,7 +336,7 @@ def _entry_in_steps(
         code = COMPUTE_BOUND
     return Entry(
         name=name,
-        seconds=share * wall_s,
+        seconds=seconds,
         share=share,
         error=error,
         speed_up=1 / (1 - saved_share) if is_removable and saved_share < 1 else None,
@@ -335,19 +349,12 @@ def _entry_in_steps(
     )
 
 
-def _is_in_few_steps(name: str, part: _Part, rows: Sequence[PhaseStats], m: Measurement) -> bool:
-    """Return True for an entry that does not recur: a longer training would not gain from it."""
-    if name == COMPILATIONS:
-        # A few compilations are necessary: the first of each graph.
-        return 0 < sum(code.calls for code in of_entry(m.culprits, COMPILATIONS)) < 5
-    # Most of the entry is in one step, which the examined steps are not like.
-    n = m.steps + m.untimed_steps
-    longest_ms = max((row.max_ms for row in rows), default=0.0)
-    return name.endswith(NOT_EXAMINED) and longest_ms >= 0.5 * part.share * m.step.mean_ms * n
-
-
 def _is_of_one_step(row: PhaseStats, n: int, step_ms: float) -> bool:
-    """Return True if a phase takes most of its time in one of `n` steps, and little in others."""
+    """Return True if a phase takes most of its time in one of `n` steps, and little in others.
+
+    Example: in 100 steps of 15 ms, 600 ms are callbacks, 550 ms of them in one step. The others
+    have 50 of 950 ms, which is less than 20 %.
+    """
     in_others_ms = n * row.share * step_ms - row.max_ms
     all_of_others_ms = n * step_ms - row.max_ms
     return n > 1 and row.max_ms > in_others_ms and in_others_ms < 0.2 * all_of_others_ms
@@ -421,7 +428,7 @@ def _entry_outside(name: str, seconds: float, wall_s: float, m: Measurement) -> 
         name=name,
         seconds=seconds,
         share=share,
-        speed_up=1 / (1 - share) if name not in ONCE and share < 1 else None,
+        speed_up=1 / (1 - share) if name not in wall.ONCE and share < 1 else None,
         code=CODES.get(name, ""),
         lines=tuple(sorted(lines, key=lambda row: -row.ms)),
     )

@@ -17,6 +17,15 @@ from lightning_gputime._output.table import Table
 from lightning_gputime._phases import DATA, FETCH
 
 _MIN_SHARE = 0.2  # Minimum fraction of the workers' time or of the wait for a cause to be reported.
+# Minimum fraction of the wait that starts of workers must explain. It is low, because the time to
+# create and to end the processes is not measured.
+_MIN_RESTARTS = 0.3
+_MAJORITY = 0.5  # From this fraction of a worker's time on, a cause is the main one.
+_SLOW_WORKER = 1.5  # A worker is slow if its batches take this multiple of the others' median.
+# The pin-memory thread sets the pace if its copy takes this fraction of the time between batches.
+_MIN_PIN_SHARE = 0.8
+_MARGIN = 1.1  # Suggested workers, as a multiple of those that just keep up.
+_MAX_PER_CORE = 20  # Maximum number of suggested workers per CPU core, also if they mostly sleep.
 _SPLIT = "; give each worker its part of the IterableDataset"
 _SMALLER_BATCHES = "return smaller batches, such as uint8 in place of float32"
 
@@ -27,8 +36,11 @@ class LoaderCase:
 
     times: LoaderTimes
     setup: TrainingSetup
-    exposed_ms: float  # Time for which the loop waits for a batch.
-    rest_ms: float  # Time between two waits, in which workers load ahead.
+    # Time for which the loop waits for a batch, and time between two waits, in which workers load
+    # ahead: 12 ms per step with 4 ms of `data/fetch` are 4 and 8 ms, or 2 and 4 ms with two
+    # micro-batches.
+    exposed_ms: float
+    rest_ms: float
     steps: int
     batches: int  # Number of batches that the loop read.
     line: LineRow | None  # Code that takes most of the time of a batch; None if unknown.
@@ -64,9 +76,7 @@ class LoaderCase:
         times = self.times
         waited_s = self.exposed_ms * self.batches / 1e3
         restarts = times.starts - 1  # The first start is part of the first step.
-        # The time to create and to end the processes is not measured, so the measured time explains
-        # the wait from this fraction on.
-        if restarts < 1 or waited_s <= 0 or restarts * times.startup_s < 0.3 * waited_s:
+        if restarts < 1 or waited_s <= 0 or restarts * times.startup_s < _MIN_RESTARTS * waited_s:
             return ""
         startup = duration(1e3 * times.startup_s)
         return f"workers started {times.starts} times, and the first batch took {startup} each time"
@@ -82,29 +92,31 @@ class LoaderCase:
 
 
 def advise_on_loader(case: Case) -> Iterator[Advice]:
-    """Yield advice that shortens the wait for a loader, with workers or without."""
-    m, setup = case.m, case.setup
+    """Yield advice that shortens the wait for a loader, with workers or without.
+
+    The first cause that applies explains the wait.
+    """
+    m, setup, line = case.m, case.setup, case.main_line
     fetches = m.rows.get(FETCH, m.rows.get(DATA))
     if fetches is None:
         return
-    stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
-    slowest = stages[0] if stages else None
-    if slowest is not None and any(stage.abandoned > 0.5 * stage.calls for stage in stages):
-        took = duration(1e3 * slowest.seconds / slowest.calls)
-        yield _keep_iterator(f"`{slowest.name}` takes {took} each time")
-        return
-    stage = slowest if slowest is not None and slowest.share >= MIN_OF_ENTRY else None
-    # Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: "; empty if unknown.
-    of_stage = ""
-    if stage is not None:
-        of_stage = f"{stage} takes {case.of_step(stage.share * case.entry.ms_per_step)}: "
-        if stage.kind == SAMPLER:
-            text = f"{of_stage}make it faster; it runs in the main process, even with workers"
-            yield Advice("sampler", text, {"sampler": stage.name})
+    reason = ""  # Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: ".
+    # Without workers, the stages are timed in the main process.
+    if stages := [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]:
+        slowest = stages[0]
+        if any(stage.abandoned > _MAJORITY * stage.calls for stage in stages):
+            took = duration(1e3 * slowest.seconds / slowest.calls)
+            yield _keep_iterator(f"`{slowest.name}` takes {took} each time")
             return
-    reason = of_stage
-    if not setup.num_workers and case.main_line is not None and case.main_line.calls:
-        reason = f"{case.main_line} takes {case.of_step(case.main_line.ms)}: "
+        if slowest.share >= MIN_OF_ENTRY:
+            reason = f"{slowest} takes {case.of_step(slowest.share * case.entry.ms_per_step)}: "
+            if slowest.kind == SAMPLER:
+                text = f"{reason}make it faster; it runs in the main process, even with workers"
+                yield Advice("sampler", text, {"sampler": slowest.name})
+                return
+    if not setup.num_workers and line is not None and line.calls:
+        reason = f"{line} takes {case.of_step(line.ms)}: "
+
     loader = LoaderCase.of(m, setup)
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read device tensors.
@@ -114,10 +126,9 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
             reason = f"set {setup.loader_prefix}num_workers=0 ({now}): {restarts}; "
         text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
         yield Advice("index_batches", text)
-        return
-    if fetches.share < MIN_PART and case.entry.share < MIN_PART:
+    elif fetches.share < MIN_PART and case.entry.share < MIN_PART:
         return  # For a short fetch, workers would cost about as much as they save.
-    if setup.num_workers is None:
+    elif setup.num_workers is None:
         text = "use faster transforms, or workers that load in advance"
         if setup.foreign_loader:
             text += (
@@ -125,8 +136,17 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
                 ' DataLoader: put `with phase("data/decode")` around a part to time it'
             )
         yield Advice("workers", text)
+    elif setup.num_workers == 0 and _is_cpu_busy(m):
+        faster = f"{reason}make it faster" if reason else "use faster transforms"
+        text = f"{faster}: workers would need CPU cores, and all are busy"
+        yield Advice("cheaper_transforms", text)
     elif setup.num_workers == 0:
-        yield _advise_without_workers(m, setup, fetches, reason)
+        fetch_ms = fetches.frequency * fetches.mean_ms
+        needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
+        n = min(needed, setup.cores or 4)  # 4 if the CPU cores are unknown.
+        end = (", or make it faster" if reason else "") + (_SPLIT if setup.is_iterable else "")
+        text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){end}"
+        yield Advice("num_workers", text, {"now": 0, "suggested": n})
     elif loader is not None:
         yield from _advise_on_workers(loader)
     else:
@@ -137,22 +157,8 @@ def _is_cpu_busy(m: Measurement) -> bool:
     """Return True if no CPU core is free for workers."""
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
     waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
+    # Slow steps contain only a part of the time without a core, so a smaller share is enough.
     return off_cpu >= 0.05 or waited >= 0.2
-
-
-def _advise_without_workers(
-    m: Measurement, setup: TrainingSetup, fetches: PhaseStats, reason: str
-) -> Advice:
-    if _is_cpu_busy(m):
-        faster = f"{reason}make it faster" if reason else "use faster transforms"
-        text = f"{faster}: workers would need CPU cores, and all are busy"
-        return Advice("cheaper_transforms", text)
-    fetch_ms = fetches.frequency * fetches.mean_ms
-    needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
-    n = min(needed, setup.cores or 4)  # 4 if the CPU cores are unknown.
-    end = (", or make it faster" if reason else "") + (_SPLIT if setup.is_iterable else "")
-    text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){end}"
-    return Advice("num_workers", text, {"now": 0, "suggested": n})
 
 
 def _advise_on_untimed_workers(
@@ -182,9 +188,12 @@ def _advise_on_untimed_workers(
 
 
 def _workers_for(batch_ms: float, rest_ms: float) -> int:
-    """Return the number of workers that deliver a batch every `rest_ms`, with a margin of 10 %."""
+    """Return the number of workers that deliver a batch every `rest_ms`, with a margin.
+
+    Example: batches of 20 ms, one every 5 ms, need 20 / 5 = 4 workers, so 5 with the margin.
+    """
     # The minimum of `rest_ms` caps the suggestion at 110 workers.
-    return max(math.ceil(1.1 * batch_ms / max(rest_ms, 0.01 * batch_ms)), 1)
+    return max(math.ceil(_MARGIN * batch_ms / max(rest_ms, 0.01 * batch_ms)), 1)
 
 
 def _keep_iterator(cost: str) -> Advice:
@@ -208,9 +217,9 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         yield Advice("shard_dataset", text, {"num_workers": n})
 
     if restarts := case.describe_restarts():
-        starts_in_each_step = times.starts >= 0.9 * case.steps
-        if starts_in_each_step and times.batches >= 1.5 * times.starts:
-            yield _keep_iterator(restarts)  # The loop does not read most batches.
+        # In each step, a new iterator: its workers make several batches, of which one is read.
+        if times.starts >= 0.9 * case.steps and times.batches >= 1.5 * times.starts:
+            yield _keep_iterator(restarts)
         elif case.setup.persistent_workers:
             text = f"create the DataLoader once, not in each epoch: {restarts}"
             yield Advice("create_once", text)
@@ -239,7 +248,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
     others = [ms for ms in ms_by_worker[:slowest] + ms_by_worker[slowest + 1 :] if ms]
     other_ms = median_high(others) if others else math.inf
     share = times.workers[slowest].batches / times.batches
-    if slowest_ms >= 1.5 * other_ms and share * (slowest_ms - other_ms) >= min_delay_ms:
+    if slowest_ms >= _SLOW_WORKER * other_ms and share * (slowest_ms - other_ms) >= min_delay_ms:
         text = (
             f"check what worker {slowest} reads: a batch takes {duration(slowest_ms)} there,"
             f" and {duration(other_ms)} in the others; 1 of every {n} batches comes from it"
@@ -248,7 +257,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
         return
 
     delay = times.run_delay_share
-    if delay is not None and delay >= 0.5 and cores is not None:
+    if delay is not None and delay >= _MAJORITY and cores is not None:
         reason = f"workers wait {percent(delay)} of their time for one of {cores} CPU cores"
         if n <= cores:
             text = f"free CPU cores, or make `{times.dataset}` faster: {reason}"
@@ -259,7 +268,8 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
             yield Advice("num_workers", text, {"now": n, "suggested": fewer})
         return
 
-    if times.pin_ms is not None and times.pin_ms >= 0.8 * (case.exposed_ms + case.rest_ms):
+    between_batches_ms = case.exposed_ms + case.rest_ms
+    if times.pin_ms is not None and times.pin_ms >= _MIN_PIN_SHARE * between_batches_ms:
         text = (
             f"set {prefix}pin_memory=False, or {_SMALLER_BATCHES}: the pin-memory thread copies one"
             f" batch at a time, in {duration(times.pin_ms)}, so more workers cannot help"
@@ -269,7 +279,7 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
 
     wait_ms = times.mean("wait_ms")
     idle_share = wait_ms / (wait_ms + case.batch_ms)
-    if idle_share >= 0.5:
+    if idle_share >= _MAJORITY:
         text = (
             f"{_SMALLER_BATCHES}: workers wait {percent(idle_share)} of the time, because the main"
             " process receives batches too slowly"
@@ -288,8 +298,10 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
 
     suggested = needed = _workers_for(case.batch_ms, case.rest_ms)
     if cores is not None and times.cpu_share is not None:
-        # The training loop needs a core, too. Suggest at most 20 workers per core.
-        suggested = min(needed, max(math.floor((cores - 1) / max(times.cpu_share, 0.05)), 1))
+        # The training loop needs a core, too. Workers that compute for half of their time share a
+        # core by two: 4 cores have room for (4 - 1) / 0.5 = 6.
+        room = math.floor((cores - 1) / max(times.cpu_share, 1 / _MAX_PER_CORE))
+        suggested = min(needed, max(room, 1))
     if suggested > n:
         with_cores = "" if cores is None else f"; {cores} CPU cores"
         goal = "keep up" if suggested == needed else "shorten the wait"

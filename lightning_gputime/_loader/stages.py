@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from threading import get_native_id
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +52,12 @@ from lightning_gputime._phases import FETCH
 from lightning_gputime._record.clock import core_times
 
 _CPU_INTERVAL_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
+# Minimum mean time of a sample for samples to be timed one by one: timing one costs 0.4 us.
+_MIN_SAMPLE_NS = 100_000
+_LONG_BATCH = 4  # A batch is long if it takes more than this multiple of its worker's mean.
+# Limits on how often the main process looks at a busy worker: each look takes about 20 us, and a
+# share of few looks is noise.
+_MAX_LOOKS, _MIN_LOOKS = 400, 8
 # The lines of these batches of a worker are timed. The first batches may fill caches.
 _FIRST_EXAMINED, _EXAMINED = 3, 3
 _MAX_LINES, _MAX_LINE_BYTES = 5, 4096  # Number and size of the lines that a worker reports.
@@ -85,13 +91,6 @@ RING, RING_FIELDS = 32, 4
 FIELDS = NEWEST + 1 + RING * RING_FIELDS  # Number of columns.
 
 
-class _Originals(NamedTuple):
-    """Attributes of an object that were replaced, with their original values."""
-
-    owner: Any
-    attributes: dict[str, Any]
-
-
 class StagedLoaders:
     """Timer of the stages of loaders whose iterators are created while it is attached.
 
@@ -113,8 +112,9 @@ class StagedLoaders:
         add_loader: Callable[[Any], Any],
     ) -> None:
         self._includes, self._now_ns, self._add_loader = includes, now_ns, add_loader
-        # For each running call of `iter`, innermost last: what to restore.
-        self._replaced: list[list[_Originals]] = []
+        # For each running call of `iter`, innermost last: objects whose attributes were replaced,
+        # and the original values.
+        self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
 
     def attach(self) -> None:
@@ -141,13 +141,13 @@ class StagedLoaders:
         worker_stages = [*_stages_of(loader)][1:]  # The sampler runs in the main process.
         workers = self._add_loader(LoaderWorkers(loader.num_workers, *worker_stages))
         user_init = vars(loader).get("worker_init_fn")
-        originals = [_Originals(loader, {"worker_init_fn": _original(user_init)})]
+        originals = [(loader, {"worker_init_fn": _original(user_init)})]
         self._replaced.append(originals)
         vars(loader)["worker_init_fn"] = workers.init(user_init)
         if loader.pin_memory and (found := pin_loop()) is not None:
             module, name = found
             loop = getattr(module, name)
-            originals.append(_Originals(module, {name: unwrap(loop)}))
+            originals.append((module, {name: unwrap(loop)}))
             setattr(module, name, workers.timed_pin_loop(loop))
 
     def _replace_in_main_process(self, loader: Any) -> bool:
@@ -160,7 +160,7 @@ class StagedLoaders:
         sums = self._add_loader(LoaderStages(*_stages_of(loader)))
         stages = _Stages(sampler, collate, self._now_ns, sums)
         originals = {sampler_name: _original(sampler), "collate_fn": _original(collate)}
-        self._replaced.append([_Originals(loader, originals)])
+        self._replaced.append([(loader, originals)])
         attributes.update({sampler_name: stages, "collate_fn": stages.collate})
         return True
 
@@ -404,8 +404,7 @@ class WorkerTimer:
         if samples is not None and n:
             # A batch sampler may yield iterators, which have no length.
             size = len(indices) if isinstance(indices, Sized) else 1
-            # Timing a sample costs 0.4 us, so time only those that take 100 us or more.
-            if row[DATASET_NS] / n >= 100_000 * size:
+            if row[DATASET_NS] / n >= _MIN_SAMPLE_NS * size:
                 vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
         self._collate_ns = 0
         if self._lines is not None and n >= _FIRST_EXAMINED:
@@ -438,43 +437,29 @@ class WorkerTimer:
             row[STARTS] += 1
             row[STARTUP_NS] += end_ns - self._iter_ns
             self._iter_ns = 0
-        n = row[BATCHES]
+        n, all_ns = row[BATCHES], row[DATASET_NS] + row[COLLATE_NS]
         if n <= len(CHECKSUMS):
             row[CHECKSUMS[n - 1]] = _checksum(batch)
-        slowest_index = -1 if self._samples is None else self._samples.take_slowest()
-        self._add_to_long_batches(batch_ns, slowest_index)
-        self._add_to_ring(self._start_ns, end_ns, collate_ns, slowest_index)
-        if end_ns >= self._cpu_read_due_ns:
-            self._read_cpu_times()
-            self._cpu_read_due_ns = end_ns + _CPU_INTERVAL_NS
-
-    def _add_to_long_batches(self, batch_ns: int, slowest_index: int) -> None:
-        """Add a batch to the long batches if it took long, or note it as the slowest."""
-        row = self._row
-        mean_ns = (row[DATASET_NS] + row[COLLATE_NS]) / row[BATCHES]
-        if batch_ns > 4 * mean_ns:
+        if batch_ns > _LONG_BATCH * all_ns / n:
             row[LONG_BATCHES] += 1
             row[LONG_NS] += batch_ns
+        slowest_index = -1 if self._samples is None else self._samples.take_slowest()
         if batch_ns > row[MAX_NS]:
             row[MAX_NS], row[SLOWEST_INDEX] = batch_ns, slowest_index
-
-    def _add_to_ring(self, *fields: int) -> None:
-        """Overwrite the oldest batch in the ring buffer."""
-        row = self._row
-        first_column = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
-        for column, value in enumerate(fields, first_column):
+        # Overwrite the oldest batch in the ring buffer.
+        column = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
+        for value in (self._start_ns, end_ns, collate_ns, slowest_index):
             row[column] = value
+            column += 1
         row[NEWEST] += 1
-
-    def _read_cpu_times(self) -> None:
-        """Read the CPU time of this thread and its waits for a core, which takes microseconds."""
-        row, cpu_ns, delay_ns = self._row, self._cpu_ns(), _run_delay_ns()
-        row[CPU_NS] += cpu_ns - self._read_cpu_ns
-        row[RUN_DELAY_NS] += delay_ns - self._read_delay_ns
-        self._read_cpu_ns, self._read_delay_ns = cpu_ns, delay_ns
-        # Time of the batches that these times cover.
-        row[OBSERVED_NS] = row[DATASET_NS] + row[COLLATE_NS]
-        row[ELAPSED_NS] = row[OBSERVED_NS] + row[WAIT_NS]
+        if end_ns >= self._cpu_read_due_ns:  # Seldom, because these reads take microseconds.
+            self._cpu_read_due_ns = end_ns + _CPU_INTERVAL_NS
+            cpu_ns, delay_ns = self._cpu_ns(), _run_delay_ns()
+            row[CPU_NS] += cpu_ns - self._read_cpu_ns
+            row[RUN_DELAY_NS] += delay_ns - self._read_delay_ns
+            self._read_cpu_ns, self._read_delay_ns = cpu_ns, delay_ns
+            row[OBSERVED_NS] = all_ns
+            row[ELAPSED_NS] = all_ns + row[WAIT_NS]
 
     def _report_lines(self, lines: OutsideLines) -> None:
         """Write the lines with most of the time to the shared memory, as JSON."""
@@ -607,7 +592,7 @@ class LoaderWorkers(TimedLoader):
 
     def look(self) -> None:
         """Count the workers that are making a batch now, and those that wait for a lock in it."""
-        if self._looks >= 400:  # Each takes about 20 us.
+        if self._looks >= _MAX_LOOKS:
             return
         for row in self._times.numpy():
             if row[BUSY_SINCE]:
@@ -646,7 +631,7 @@ class LoaderWorkers(TimedLoader):
             collate,
             workers=tuple(workers),
             cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
-            lock_share=self._locked / self._looks if self._looks >= 8 else None,
+            lock_share=self._locked / self._looks if self._looks >= _MIN_LOOKS else None,
             run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
             startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
             starts=max(row[STARTS] for row in used),

@@ -171,7 +171,10 @@ class MeanLog:
             self.newest, self._due_at = before, self.next_due(before)
 
     def next_due(self, step: int) -> float:
-        """Return the number of the first step after `step` at which a log is due."""
+        """Return the number of the first step after `step` at which a log is due.
+
+        Example: every 50 steps, 49 is due after -1, and 99 after 49.
+        """
         every = self.every_n_steps
         return ((step + 1) // every + 1) * every - 1 if every else math.inf
 
@@ -196,7 +199,7 @@ class MeanLog:
             if records[-1].number >= self._due_at:
                 for n, step in enumerate(records, 1):
                     if step.number >= self._due_at:
-                        is_all = n_logged == 0 and n == len(records)
+                        is_all = n_logged == 0 and n == len(records)  # Then their sums are known.
                         self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
                         self.log_at(step.number)
                         n_logged = n

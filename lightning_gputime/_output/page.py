@@ -158,7 +158,11 @@ def trend(columns: Columns) -> tuple[Floats, Floats, int]:
 
 
 def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
-    """Return the columns with two rows of `fill` inserted into each gap between timed steps."""
+    """Return the columns with two rows of `fill` inserted into each gap between timed steps.
+
+    Example: steps 0, 1, 2, 50, 51 become 0, 1, 2, 3, 49, 50, 51, so that the chart is empty from
+    step 3 to 49.
+    """
     steps = columns["step"].astype(float)
     if len(steps) < 3:
         return columns

@@ -320,7 +320,8 @@ def _breakdown_table(breakdown: TimeBreakdown, diagnosis: Diagnosis) -> Table:
     # Drop columns without any content below the header.
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
 
-    # Advice starts with its entry, the largest if it has several. Reversed, so that it counts.
+    # Advice starts with its entry. If several entries have the same advice, name the largest: it
+    # comes last here, and replaces the others.
     rows = breakdown.rows
     entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
     in_code = {row.name for row in rows if row.line is not None}

@@ -44,10 +44,10 @@ _FALSE_ALARMS = {"step": 0.02, "mean": 0.005, "phases": 0.025}
 _MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if the user names them in a bound.
 _MAX_ERROR = 0.1  # With a larger error, as a fraction of the step, the runs are too noisy.
 _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
-_MIN_NOT_SAMPLED_SHARE = 0.01
+_MIN_NOT_SAMPLED_SHARE = 0.01  # Below this share, unsampled time hardly widens the intervals.
 _MIN_LINE, _MAX_LINES = 0.02, 5  # Change as a fraction of the step, and number of functions.
-_MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
-_MIN_RUNS, _MAX_RUNS = 3, 100  # Range of suggested numbers of runs per side.
+_MIN_PAIRS = 5  # The spread of fewer pairs is less certain than that of all runs.
+_MAX_NEEDED_RUNS = 100  # Per side. Nobody makes more, so their number is not worth a sentence.
 _MIN_CLOCK_CHANGE = 0.05  # Smaller changes of the GPU's clock may be errors of its measurement.
 MEAN = "the mean of all steps"
 _ONE_RUN = "One run per side: the difference may be noise between runs."
@@ -192,15 +192,17 @@ class RunComparison(Tabular):
                 f"{proportion if name == 'step' else ''}."
                 for name in names
             ]
-        # The error falls with the square root of the number of runs.
-        runs, needed = 2 / (1 / self.runs[0] + 1 / self.runs[1]), float(_MIN_RUNS)
+        # The error falls with the square root of the number of runs: if it is twice the distance
+        # of the change from the bound, 4 times as many runs are needed. For sides of different
+        # size, the harmonic mean of their numbers counts, because their noise adds up.
+        runs, needed = 2 / (1 / self.runs[0] + 1 / self.runs[1]), float(MIN_RUNS)
         for row in ({**self._known, MEAN: self.mean}[name] for name in names):
             distance = abs(row.relative_change - bound)
             if math.isfinite(row.relative_error):
                 ratio = row.relative_error / distance if distance else math.inf
                 needed = max(needed, runs * ratio**2)
-        if needed > _MAX_RUNS:
-            remedy = f"more than {_MAX_RUNS} runs per side would be needed"
+        if needed > _MAX_NEEDED_RUNS:
+            remedy = f"more than {_MAX_NEEDED_RUNS} runs per side would be needed"
         else:
             about = "at least" if max(self.runs) == 1 else "about"
             remedy = f"{about} {math.ceil(needed)} runs per side would decide"
@@ -217,11 +219,15 @@ class RunComparison(Tabular):
     @property
     def sentence(self) -> str:
         """Significant changes of the step, its phases and other time; a caution for single runs."""
-        return f"{_ONE_RUN} {self._finding}" if max(self.runs) == 1 else self._finding
+        return " ".join([*self._caution, self._finding])
+
+    @property
+    def _caution(self) -> list[str]:
+        return [_ONE_RUN] if max(self.runs) == 1 else []
 
     @property
     def _finding(self) -> str:
-        """Significant changes of the step, its phases and other time."""
+        """`sentence` without a caution."""
         changes = self._significant_changes()
         error = self.step.error_ms / self.step.before_ms
         digits = 1 if error >= 0.001 else 2
@@ -309,8 +315,7 @@ class RunComparison(Tabular):
         step = "Mean of all steps" if self.is_sampled else "A typical step"
         alternating = ", alternating" if self.in_turns else ""
         title = f"{step} in {unit.name}: {', '.join(counts)}{alternating}"
-        caution = [_ONE_RUN] if max(self.runs) == 1 else []
-        sentences = [*caution, self._finding, *map(str, self.lines), *self.notes]
+        sentences = [*self._caution, self._finding, *map(str, self.lines), *self.notes]
         return Table(title, lines, sentences, drops=("change", "95 %"))
 
 
@@ -376,6 +381,7 @@ def compare_sides(
         # The runs now differ less than their neighbors do, so use all to estimate the spread.
         in_turns = False
 
+    # Phases share a chance: with 5 phases, each has one of 2.5 % / 5 = 0.5 %, and so do sub-phases.
     chance = _FALSE_ALARMS["phases"] / max(sum("/" not in name for name in phases), 1)
     false_alarms = np.array([_FALSE_ALARMS["step"], *[chance] * len(phases)])
     # A step has a boundary at each phase and at its end, and a phase at each of its parts.
@@ -475,7 +481,10 @@ def _differing_environments(sides: Sequence[Sequence[Run]], allow_mismatch: bool
 
 
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
-    """Return True if the runs are pairs, in any order, that each started before the next pair."""
+    """Return True if the runs are pairs, in any order, that each started before the next pair.
+
+    Example: a b b a a b. Equal start times show no order.
+    """
     if not len(before) == len(after) >= _MIN_PAIRS:
         return False
     pairs = zip(before, after, strict=True)
@@ -484,7 +493,10 @@ def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
 
 
 def _compare_clocks(sides: Sequence[Sequence[Run]], step: Difference) -> list[str]:
-    """Return a note if the GPU ran at another clock in the runs of the second side."""
+    """Return a note if the GPU ran at another clock in the runs of the second side.
+
+    Example: 10 ms at 2000 MHz, and 11 ms at 1800 MHz, which would be 9.9 ms at 2000 MHz: -1 %.
+    """
     clocks = [[run.summary().measurement.gpu_mhz or 0.0 for run in side] for side in sides]
     if not all(map(all, clocks)):
         return []
@@ -499,7 +511,11 @@ def _compare_clocks(sides: Sequence[Sequence[Run]], step: Difference) -> list[st
 
 
 def _line_changes(sides: Sequence[Sequence[Run]], min_ms: float) -> tuple[LineChange, ...]:
-    """Return the largest changes of functions that are larger than `min_ms`."""
+    """Return the largest changes of functions that exceed their error and `min_ms`.
+
+    Example: two runs per side, each with an error of 0.2 ms. Each mean has an error of
+    sqrt(2 * 0.2**2) / 2 = 0.14 ms, and the change one of sqrt(2) * 0.14 = 0.2 ms.
+    """
     found = [[_functions_of(run) for run in side] for side in sides]
     if not all(functions for side in found for functions in side):
         return ()  # A run without examined steps.

@@ -14,17 +14,25 @@ Outcome = Literal["passed", "regression", "cannot tell"]
 OUTCOMES: tuple[Outcome, ...] = ("regression", "cannot tell", "passed")
 """Outcomes, worst first."""
 
-MIN_STEPS = 24  # Minimum number of steps to estimate their variance.
 RESOLUTION_MS = 0.002  # Resolution of the clock at each phase boundary.
-_BLOCKS = 12  # Number of blocks of consecutive steps for the moving-block bootstrap.
+# Number of blocks of consecutive steps from which a variance is estimated. More blocks are shorter,
+# and a slow period of hundreds of steps would span several; fewer show no spread.
+_BLOCKS = 12
+MIN_STEPS = 2 * _BLOCKS  # Blocks of half the length must have a step.
 _TRIMMED_SHARE = 0.25  # Fraction to trim at each end, for the interquartile mean.
 _LONG_STEP = 1.5  # A step is long if it exceeds this multiple of the median.
-# Long steps recur if at least this many have a common period of at least this many steps.
+# Long steps recur periodically if at least 5 of them have a common period of at least 5 steps:
+# fewer, or closer ones, may have a common divisor by chance.
 _MIN_LONG_STEPS, _MIN_PERIOD = 5, 5
-_MAX_RATIO = 2.0  # Maximum factor on the noise of the time before, in errors of relative changes.
-_NORMAL_95 = 1.96  # Two-sided quantile.
-MIN_RUNS = 3  # Minimum number of runs per side, to know their spread on a busy host.
-_MIN_SHARE = 0.1  # Minimum fraction of the step of a phase by which times are scaled.
+# Maximum factor on the noise of the time before, in errors of relative changes. Without a limit, a
+# short phase that grew many times would never be a regression.
+_MAX_RATIO = 2.0
+_NORMAL_95 = 1.96  # Two-sided quantile of the normal distribution.
+MIN_RUNS = 3  # Minimum number of runs per side: two do not show the spread on a busy host.
+# Minimum fraction of the step of a phase by which times are scaled: a short phase varies for other
+# reasons than the speed of the host.
+_MIN_SCALE_SHARE = 0.1
+_LIKELY = 0.6  # Confidence of an interval whose upper end is a one-sided bound of 80 %.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,8 @@ def typical_step(times: Floats) -> Estimate:
 
     All columns are averaged over the same steps, so the phases still add up to the step. The
     estimate is robust: a step of one second has no more influence than a slightly slow step.
+
+    Example: steps of 10, 10, 11, 11, 12, 12, 13 and 900 ms give 11.5 ms, the mean of the middle 4.
     """
     n = len(times)
     cut = int(n * _TRIMMED_SHARE)
@@ -127,6 +137,7 @@ def typical_step(times: Floats) -> Estimate:
 
 
 def mean_step(times: Floats) -> Estimate:
+    """Return the mean of each column over all steps: 122 ms in the example above."""
     values = times.mean(axis=0)
     return Estimate(values, variance(times - values))
 
@@ -143,12 +154,23 @@ def mean_of_all_steps(
 ) -> Estimate:
     """Return the means over all steps of a run in which only some steps were timed.
 
-    The timed steps are used only for the variance, because they may contain periodic work too often
-    or too rarely. The mean of the timed steps varies at least as much as the mean of all steps,
-    unless long steps recur with a fixed period: then equal runs differ by at most one long step.
+    `means` are the estimates for all steps, and `errors` the half-widths of their 95 % intervals.
+    This function adds how much another run of the same program would differ. Timed steps show it:
+    their mean varies at least as much as the mean of all steps. There is one exception. If long
+    steps recur with a fixed period, equal runs differ by at most one long step, but the timed steps
+    contain long steps too often or too rarely.
 
-    `numbers` and `times` are those of the timed steps. `means` are estimates for all steps, and
-    `errors` the half-widths of their 95 % intervals. The longest step takes `max_ms`.
+    Example: 1 of 50 steps takes 60 ms more, and 2000 steps have 40 of them. Another run may have
+    41, which shifts the mean by 60 / 2000 = 0.03 ms. That is the standard error of the long steps.
+
+    Args:
+        numbers: Numbers of the timed steps.
+        times: Times of the timed steps.
+        means: Estimate of each column for all steps (in milliseconds).
+        errors: Half-widths of the 95 % intervals of `means`.
+        all_steps: Number of steps, timed or not.
+        max_ms: Time of the longest step.
+        not_sampled_ms: See `Estimate`.
     """
     step_ms = times[:, 0]
     is_long = step_ms > _LONG_STEP * np.median(step_ms)
@@ -158,17 +180,20 @@ def mean_of_all_steps(
     usual = times[~is_long].mean(axis=0) if is_periodic else times.mean(axis=0)
     added_ms = max(float(means[0] - usual[0]), 0.0)  # Time above the usual step, per step.
     variances, influence = np.square(errors / _NORMAL_95), times - usual
-    if not is_periodic:
-        # Assume that the added time was spent in steps of `max_ms` at random places.
+    if is_periodic:
+        excess = influence[is_long]
+        # The long steps, timed or not, that explain the added time: 1.2 ms * 2000 / 60 ms = 40.
+        long_steps = added_ms * all_steps / excess[:, 0].mean()
+        one_more = np.square(np.abs(excess).max(axis=0))
+        variances += (one_more + long_steps * excess.var(axis=0)) / all_steps**2
+        # `variance` now only covers the other steps, so scale their influence to all timed steps.
+        influence[is_long] = 0.0
+        influence *= len(times) / np.count_nonzero(~is_long)
+    else:
+        # Assume that steps of `max_ms` at random places took the added time. Their number k has the
+        # variance k (Poisson): 1 ms added to 1000 steps by steps of +100 ms means that k = 10, and
+        # a variance of the mean of 10 * (100 / 1000)**2 = 1 ms * 100 ms / 1000.
         variances[0] += added_ms * max(max_ms - float(usual[0]), 0.0) / all_steps
-        return Estimate(means, variances + variance(influence), not_sampled_ms)
-    excess = influence[is_long]
-    long_steps = added_ms * all_steps / excess[:, 0].mean()  # Timed or not.
-    one_more = np.square(np.abs(excess).max(axis=0))
-    variances += (one_more + long_steps * excess.var(axis=0)) / all_steps**2
-    # The long steps are covered, so `variance` is that of the others, as if all were like them.
-    influence[is_long] = 0.0
-    influence *= len(times) / np.count_nonzero(~is_long)
     return Estimate(means, variances + variance(influence), not_sampled_ms)
 
 
@@ -180,21 +205,22 @@ def variance(influence: Floats) -> Floats:
     last for hundreds of steps. So there are only 12 blocks, and few degrees of freedom for
     `quantile_of_t`. The result is at least that of one more step with the largest influence.
 
+    Example: the means of 12 blocks vary by 1 ms (standard deviation), so the mean of all steps has
+    a variance of 1 / (12 - 1) = 0.09, and a standard error of 0.3 ms.
+
     Args:
         influence: By how much each step shifts the estimate, times the number of steps. Its mean is
             zero. If the estimate is a mean, it is the time of the step minus the mean.
     """
     n_steps = len(influence)
     sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
-
-    def variance_from_blocks(length: int) -> Floats:
-        """Return the variance from all overlapping blocks of this length, in closed form."""
-        means = (sums[length:] - sums[:-length]) / length
-        # The variance of a mean of independent blocks is their variance over their number minus 1.
-        return np.asarray(means.var(axis=0) / (n_steps / length - 1))
-
     length = n_steps // _BLOCKS
-    full, half = variance_from_blocks(length), variance_from_blocks(length // 2)
+    half, full = (
+        # Means of all overlapping blocks of this length. Divide by the number of independent
+        # blocks, minus 1 because their mean is estimated, too.
+        ((sums[block:] - sums[:-block]) / block).var(axis=0) / (n_steps / block - 1)
+        for block in (length // 2, length)
+    )
     # Longer blocks preserve more correlation. Extrapolate: add the growth from half to full length.
     extrapolated = full + np.maximum(full - half, 0)
     # If slow steps recur with a fixed period, all blocks have the same number of slow steps, but
@@ -213,6 +239,10 @@ def differences(
 ) -> list[Difference]:
     """Return the difference of each column between two sides. Column 0 is the step.
 
+    Example: 10, 11 and 12 ms before, and 11, 12 and 13 ms after. The change is 1 ms. Each side has
+    a variance of 1 between its runs, so the change has one of 1 / 3 + 1 / 3, and its 95 % interval
+    is 1 ms ± 2.78 * 0.82 ms = 1 ± 2.3 ms.
+
     Args:
         before: Runs before.
         after: Runs after.
@@ -228,37 +258,34 @@ def differences(
     before_ms, after_ms = (runs.mean(axis=0) for runs in values)
     exists = before_ms > 0
     ratio = np.divide(after_ms, before_ms, out=np.zeros_like(before_ms), where=exists)
+    # Time that was not sampled may belong to any phase. The duration of every step is measured.
     not_sampled_ms = np.full_like(
         before_ms, max(np.mean([run.not_sampled_ms for run in runs]) for runs in (before, after))
     )
-    not_sampled_ms[0] = 0.0  # The duration of every step is measured.
+    not_sampled_ms[0] = 0.0
 
     def error_of(factor: Floats | float) -> Floats:
-        """Return the half-width of the interval of after - factor * before.
-
-        The factor is 1 for a change in milliseconds, and the ratio for a relative change.
-        """
+        """Return the half-width of the interval of `after - factor * before`."""
         # Noise within the runs.
         freedom = (_BLOCKS - 1) * min(n_before, n_after)
-        within = quantile_of_t(freedom, confidence) * np.sqrt(noise[1] + factor**2 * noise[0])
-        if n_before + n_after == 2:  # Two runs do not show the spread between runs.
-            return np.asarray(within + not_sampled_ms)
-        if in_turns:
-            # Spread between pairs of runs: what changes slowly is the same in both runs of a pair.
-            freedom = n_before - 1
-            variances = (values[1] - factor * values[0]).var(axis=0, ddof=1) / n_before
-        else:
-            # Spread between the runs of a side, pooled as in Student's test.
-            freedom = n_before + n_after - 2
-            squares = n_before * values[0].var(axis=0) + n_after * values[1].var(axis=0)
-            variances = squares / freedom * (factor**2 / n_before + 1 / n_after)
-        between = quantile_of_t(freedom, confidence) * np.sqrt(variances)
-        # The spread includes the noise within the runs, but a few runs may be alike by chance. Time
-        # that was not sampled may belong to any phase.
-        return np.asarray(np.maximum(within, between) + not_sampled_ms)
+        error = quantile_of_t(freedom, confidence) * np.sqrt(noise[1] + factor**2 * noise[0])
+        if n_before + n_after > 2:  # Two runs do not show the spread between runs.
+            if in_turns:
+                # Spread between pairs: what changes slowly is the same in both runs of a pair.
+                freedom = n_before - 1
+                variances = (values[1] - factor * values[0]).var(axis=0, ddof=1) / n_before
+            else:
+                # Spread between the runs of a side, pooled as in Student's test.
+                freedom = n_before + n_after - 2
+                squares = n_before * values[0].var(axis=0) + n_after * values[1].var(axis=0)
+                variances = squares / freedom * (factor**2 / n_before + 1 / n_after)
+            between = quantile_of_t(freedom, confidence) * np.sqrt(variances)
+            # The spread includes the noise within the runs, but a few runs may be alike by chance.
+            error = np.maximum(error, between)
+        return np.asarray(error + not_sampled_ms)
 
     # To first order, the error of after / before is that of after - ratio * before, divided by
-    # before. Limit the ratio: otherwise a short phase that grew many times never is a regression.
+    # before: 100 ± 1 ms that become 150 ± 1 ms are 50 % ± sqrt(1 + 1.5**2) / 100 = 50 % ± 1.8 %.
     relative_error = np.divide(
         error_of(np.minimum(ratio, _MAX_RATIO)),
         before_ms,
@@ -271,11 +298,14 @@ def differences(
 
 
 def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:
-    """Return the half-width of a confidence interval of Student's t, in standard errors."""
-    # If t = sqrt(freedom) * tan(angle), this is the density of the angle, up to a constant.
+    """Return the half-width of a confidence interval of Student's t, in standard errors.
+
+    Example: 2.78 for 4 degrees of freedom and 95 %. As torch and NumPy have no such function,
+    integrate the density: with t = sqrt(freedom) * tan(angle), it is cos(angle)**(freedom - 1).
+    """
     angles = np.linspace(0, np.pi / 2, 4_001)
     density = np.cos(angles) ** (freedom - 1)
-    cumulative = np.append(0, np.cumsum(density[1:] + density[:-1]))
+    cumulative = np.append(0, np.cumsum(density[1:] + density[:-1]))  # Trapezoidal rule.
     angle = np.interp(confidence, cumulative / cumulative[-1], angles)
     return np.asarray(math.sqrt(freedom) * np.tan(angle))
 
@@ -291,7 +321,7 @@ class ProportionalStep:
     """Difference of the step on a busy host, which makes all phases longer by the same factor.
 
     The times of each run are scaled such that one phase takes the same time in all runs: of the
-    phases that take at least 10 % of the step, the one that changed least, in percent.
+    phases that take at least 10 % of the step, the one that grew least, in percent.
     """
 
     phase: str  # The phase by which times are scaled.
@@ -313,7 +343,6 @@ class ProportionalStep:
         change = measured_step.relative_change
         if outcome == "regression" and change > bound:
             return outcome
-        # A one-sided bound of 80 % is the end of a two-sided interval of 60 %.
         if outcome == "passed" and change + self.likely_error <= bound:
             return outcome
         return measured_step.outcome(bound)
@@ -329,29 +358,31 @@ def at_equal_speed(
     """Return the times as if the host had been equally fast in all runs, and a note.
 
     Return None if that does not explain why the runs of a side differ.
+
+    Example: a run of 12 ms per step in which the trial took 0.24 ms, on average 0.2 ms, becomes one
+    of 12 / 1.2 = 10 ms.
     """
     mean_ms = fmean(ms for side in trials_ms for ms in side)
     slowness = [[ms / mean_ms for ms in side] for side in trials_ms]
-    adjusted, adjusted_means = (
-        [
+
+    def adjusted(sides: Sides) -> Sides:
+        return [
             [
                 Estimate(run.values / slow, run.variances / slow**2, run.not_sampled_ms / slow)
                 for run, slow in zip(*side, strict=True)
             ]
             for side in zip(sides, slowness, strict=True)
         ]
-        for sides in (estimates, means)
-    )
 
     def spread(sides: Sides) -> float:
         """Return the variance of the step among the runs of a side, relative to the step."""
         return sum(float(np.var([np.log(run.values[0]) for run in side])) for side in sides)
 
-    if spread(adjusted) >= spread(estimates):
+    if spread(adjusted(estimates)) >= spread(estimates):
         return None
     percent = 100 * (max(map(max, slowness)) / min(map(min, slowness)) - 1)
     note = f"times are adjusted for the host, which varied by {percent:.0f} % (`trial_ms`)"
-    return adjusted, adjusted_means, note
+    return adjusted(estimates), adjusted(means), note
 
 
 def proportional_step(
@@ -361,11 +392,15 @@ def proportional_step(
     rows: Sequence[Difference],
     confidence: float,
 ) -> ProportionalStep | None:
-    """Return the step in proportion to a phase; None if there are not two long phases."""
+    """Return the step in proportion to a phase; None if there are not two long phases.
+
+    Example: forward takes 5 and 6 ms in two runs, and the step 15 and 18 ms. Scaled to 5.5 ms of
+    forward, both steps take 16.5 ms: the second run was on a slower host.
+    """
     changes = {
         row.relative_change: column
         for column, (name, row) in enumerate(zip(phases, rows, strict=True), start=1)
-        if "/" not in name and row.before_ms >= _MIN_SHARE * step.before_ms
+        if "/" not in name and row.before_ms >= _MIN_SCALE_SHARE * step.before_ms
     }
     if len(changes) < 2:
         return None
@@ -384,5 +419,5 @@ def proportional_step(
     ]
     steps = [[Estimate(run.values[:1], run.variances[:1]) for run in side] for side in estimates]
     [scaled_step] = differences(*scaled, confidence=confidence)
-    [likely] = differences(*steps, confidence=0.6)
+    [likely] = differences(*steps, confidence=_LIKELY)
     return ProportionalStep(phases[column - 1], scaled_step, likely.relative_error)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._messages import plain
 from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.saved import Run
@@ -16,6 +15,8 @@ VERSION, MINOR = 3, 0
 # Limits of a brief result.
 _MIN_SHARE = 0.01  # Shorter entries and phases are omitted.
 _MAX_ITEMS, _MAX_KEYS, _MAX_LETTERS, _DIGITS = 8, 24, 300, 4
+_ENTRY_KEYS = ("name", "seconds", "share", "error", "speed_up", "code", "pace", "phases_ms")
+_LINE_KEYS = ("function", "file", "line", "last_line", "modules", "phases")
 
 
 def result_of(found: Run | RunComparison, *, brief: bool = False, **added: str) -> dict[str, Any]:
@@ -47,30 +48,21 @@ def _of_run(run: Run, brief: bool) -> dict[str, Any]:
         found: dict[str, Any] = plain(content)
         return found
     del environment["options"]
-    diagnosis, breakdown = summary.diagnosis, summary.time_breakdown
-    keys = ("name", "seconds", "share", "error", "speed_up", "code", "pace", "phases_ms")
-    entries = [
-        {key: getattr(row, key) for key in keys}
-        | {"line": row.line and _brief_line(row.line)}
-        | {"lines": [*map(_brief_line, row.lines[:_MAX_ITEMS])]}
-        for row in (breakdown.rows if breakdown else ())
-        if row.share >= _MIN_SHARE
-    ]
+    diagnosis = content["diagnosis"]
+    if breakdown := diagnosis["time_breakdown"]:
+        entries = [
+            _selected(row, _ENTRY_KEYS)
+            | {
+                "line": row["line"] and _selected(row["line"], _LINE_KEYS),
+                "lines": [_selected(line, _LINE_KEYS) for line in row["lines"][:_MAX_ITEMS]],
+            }
+            for row in breakdown["rows"]
+            if row["share"] >= _MIN_SHARE
+        ]
+        breakdown = _selected(breakdown, ("scope", "wall_s", "unknown")) | {"rows": entries}
     return {
-        "diagnosis": {
-            "code": diagnosis.code,
-            "grade": diagnosis.grade,
-            "entry": diagnosis.entry,
-            "headline": diagnosis.headline,
-            "time_breakdown": breakdown
-            and {
-                "scope": breakdown.scope,
-                "wall_s": breakdown.wall_s,
-                "unknown": breakdown.unknown,
-                "rows": entries,
-            },
-            "advice": content["diagnosis"]["advice"],
-        },
+        "diagnosis": _selected(diagnosis, ("code", "grade", "entry", "headline"))
+        | {"time_breakdown": breakdown, "advice": diagnosis["advice"]},
         "steps": summary.steps,
         "step": _selected(content["step"], ("mean_ms", "p95_ms", "max_ms")),
         "rows": {
@@ -98,12 +90,6 @@ def _of_comparison(comparison: RunComparison, brief: bool) -> dict[str, Any]:
 
 def _selected(content: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: content[key] for key in keys}
-
-
-def _brief_line(line: LineRow) -> dict[str, Any]:
-    keys = ("function", "file", "line", "last_line", "modules", "phases")
-    found: dict[str, Any] = plain(_selected(asdict(line), keys))
-    return found
 
 
 def _short(value: Any) -> Any:

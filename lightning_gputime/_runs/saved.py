@@ -356,6 +356,9 @@ def _as_field(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
     A missing field gets its default. A null float is read as NaN. The history is already unpacked
     by `_unpack`. Error messages name the field by its path `where`. The paths of ignored fields are
     added to `unknown`.
+
+    Example: `{"step": 7, "causes": [{...}], ...}` as `SlowStep` becomes a `SlowStep` whose `causes`
+    are `Cause` objects, because its type hints say so.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is float and type(value) is int:
