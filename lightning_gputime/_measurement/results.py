@@ -190,15 +190,17 @@ class Results:
         The last of these steps has this number.
         """
         with self._lock:
-            self.untimed.settle(until)
-            self._extend_series(number)
+            self._extend_series(number, until)
 
-    def _extend_series(self, number: int) -> bool:
+    def _extend_series(self, number: int, until: int = 0) -> bool:
         """Add the steps up to this number as a segment of `series`, unless they are few.
 
-        Return True if a search for a slowdown is due.
+        First count the steps before the index `until` as untimed, unless they were read. Return
+        True if a search for a slowdown is due.
         """
         untimed, timed = self.untimed, self._segment_sums
+        if until:
+            untimed.settle(until)
         n = int(timed.step.n) + untimed.n - self._segment_untimed
         if n < MIN_STEPS:  # Wait for more steps.
             return False
@@ -229,8 +231,7 @@ class Results:
             if unsettled is not None:
                 return Estimate(unsettled)
             if until:
-                untimed.settle(until)
-                self._extend_series(number)
+                self._extend_series(number, until)
             estimate = untimed.estimate_since(untimed.logged)
             # Untimed steps before the first timed step cannot be estimated yet, so a later log
             # includes them.

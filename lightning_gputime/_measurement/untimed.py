@@ -124,6 +124,17 @@ class _Gap(NamedTuple):
 _TOTAL = attrgetter("total")  # In C, because logs call it.
 
 
+class Recurrence(NamedTuple):
+    """Long steps that recur at a distance."""
+
+    last: int  # Index of a long step.
+    distance: int  # Expected number of steps from one to the next.
+
+    def next_from(self, first: int) -> int:
+        """Return the index of the next long step from `first` on."""
+        return self.last + max(math.ceil((first - self.last) / self.distance), 1) * self.distance
+
+
 Totals = Sequence[_Gap]
 """Untimed steps of each stratum since the start of a run."""
 
@@ -211,8 +222,8 @@ class UntimedSteps:
         """True while the host waits for the device. Then durations of single steps are unknown."""
         self.n = 0
         """Number of settled untimed steps, without excluded steps."""
-        self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
-        self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
+        self._unsettled: list[StepRecord] = []  # Timed steps that were read, not yet settled.
+        self._n_unsettled_warmup = 0  # Number of steps at the start of this list that are warm-up.
         self._logged_until = 0  # Index of the first step after the last log.
         self.logged = self.totals
         """`totals` before this step, once it is settled."""
@@ -221,7 +232,7 @@ class UntimedSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         # `copy.copy` calls this, too. A copy must not change while steps are added.
-        changing = ("_strata_of_timed", "ends_ns", "_restarts", "_left_out", "newest", "_read")
+        changing = ("_strata_of_timed", "ends_ns", "_restarts", "_left_out", "newest", "_unsettled")
         state = {**self.__dict__, **{name: copy(vars(self)[name]) for name in changing}}
         return {**state, **deepcopy({name: state[name] for name in ("_step_lengths", "_strata")})}
 
@@ -250,11 +261,11 @@ class UntimedSteps:
         The first `warmup` steps represent no other steps. Return True if the statistics include the
         steps, False if a later call will add them.
         """
-        self._read += steps
-        self._n_warmup_read += warmup
-        n = self._read[-1].step_index + 1 - self._n_settled
+        self._unsettled += steps
+        self._n_unsettled_warmup += warmup
+        n = self._unsettled[-1].step_index + 1 - self._n_settled
         # Settling costs the same for one step and for a hundred, so collect steps.
-        if n < 50 and 2 * len(self._read) < n:
+        if n < 50 and 2 * len(self._unsettled) < n:
             return False
         self.settle()
         return True
@@ -262,16 +273,16 @@ class UntimedSteps:
     def settle(self, until: int = 0) -> None:
         """Add all steps up to the last timed step that was read, and all before index `until`.
 
-        In this order: durations of the steps (-1 if excluded), their strata, sums of each stratum,
-        and at last blocks of timed steps with the gaps of untimed steps before them.
-
-        One function, because it runs in the loop: calls would cost more than the work.
+        One function, because it runs in the loop: calls would cost more than the work. Its parts
+        are durations, strata, totals of strata, and at last blocks with the gaps before them.
         """
-        timed, n_warmup_read = self._read, self._n_warmup_read
-        self._read, self._n_warmup_read = [], 0
+        timed, n_warmup = self._unsettled, self._n_unsettled_warmup
+        self._unsettled, self._n_unsettled_warmup = [], 0
         if timed:
             until = max(until, timed[-1].step_index + 1)
-        if self._n_settled < self._logged_until < until:  # `log_unsettled` has logged steps.
+        if self._n_settled < self._logged_until < until:
+            # `log_unsettled` has logged some of these steps. Settle them first, and take the totals
+            # from which the next log counts.
             self.settle(self._logged_until)
             self.logged = self.totals
         first = self._n_settled
@@ -279,6 +290,8 @@ class UntimedSteps:
         if not n:
             return
         self._n_settled += n
+
+        # Durations. In the lists from here on, step `first` is at position 0.
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
         ends_ns = self.ends_ns[:n].tolist()
         del self.ends_ns[:n]
@@ -298,22 +311,25 @@ class UntimedSteps:
         self.newest.extend(newest)
         warmup_steps = min(max(self._warmup_steps - first, 0), n)
         took_ns[:warmup_steps] = [-1] * warmup_steps
-        # Positions in `took_ns`, which counts steps from `first` on.
-        timed_at: list[int] = []
+        self._histogram.update(
+            [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
+        )
+        self._max_ns = max(self._max_ns, *took_ns)
+
+        # Strata of all steps
+        timed_at: list[int] = []  # Positions of the timed steps.
         if timed:
             indices = [step.step_index for step in timed]
             timed_at = [index - first for index in indices if first <= index < first + n]
             device_ms = sum([sum(step.device_ms) for step in timed])
             waited_ms = sum([step.wait_ms for step in timed])
             self.is_gpu_bound = waited_ms >= MIN_WAIT_SHARE * device_ms
-
-        bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
-        self._histogram.update(bins)
-        self._max_ns = max(self._max_ns, *took_ns)
         strata = self._step_lengths.add(took_ns, {*timed_at})
         if self.is_gpu_bound:
             strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
+
+        # Totals of each stratum
         for k in {*strata}:
             stratum = self._strata[k]
             known_ns = [
@@ -328,9 +344,10 @@ class UntimedSteps:
                 self._strata[strata[i]].timed_n += 1
                 self._strata[strata[i]].timed_ns += took_ns[i]
 
-        # Add steps in order, because each block represents the untimed steps before it.
-        records = {step.step_index - first: step for step in timed[n_warmup_read:]}
-        start = 0
+        # Gaps and blocks, in order: a block represents the gaps since the block before it. Untimed
+        # steps end a block. The warm-up is in no block.
+        records = {step.step_index - first: step for step in timed[n_warmup:]}
+        start = 0  # First step that is in no gap and in no block yet.
         for i in [*timed_at, n]:
             if i > start:
                 self._end_block()
@@ -377,7 +394,13 @@ class UntimedSteps:
         """
         start, block = self._logged_until - self._n_settled, self._strata[0].last
         end = until - self._n_settled
-        if block is None or self.is_gpu_bound or self._read or self._restarts or self._left_out:
+        if (
+            block is None
+            or self.is_gpu_bound
+            or self._unsettled
+            or self._restarts
+            or self._left_out
+        ):
             return None
         if not 0 <= start < end <= min(len(self.ends_ns), _MAX_UNSETTLED):
             return None
@@ -448,18 +471,23 @@ class UntimedSteps:
         p5_ms, p50_ms, p95_ms = percentiles(np.array(centers_ms), counts)
         return {"p5_ms": p5_ms, "p50_ms": p50_ms, "p95_ms": p95_ms, "max_ms": self._max_ns / 1e6}
 
-    def next_long(self) -> tuple[int, int] | None:
-        """Return the index of the last long step, and the expected number of steps to the next.
+    def next_long(self, first: int) -> float:
+        """Return the index of the next expected long step from `first` on; infinity without one."""
+        recurrence = self.recurrence()
+        return math.inf if recurrence is None else recurrence.next_from(first)
 
-        If long steps recur in several strata, choose the stratum in which a block of timed steps
-        represents the most untimed time. None if no long step has recurred.
+    def recurrence(self) -> Recurrence | None:
+        """Return how long steps recur; None if no long step has recurred.
+
+        If they recur in several strata, choose the stratum in which a block of timed steps
+        represents the most untimed time.
         """
         recurring = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
         if not recurring:
             return None
         chosen = max(recurring, key=lambda stratum: stratum.total.ms / (1 + stratum.blocks))
         distance = int(median(after - before for before, after in pairwise(chosen.newest)))
-        return chosen.newest[-1], max(distance, 1)
+        return Recurrence(chosen.newest[-1], max(distance, 1))
 
 
 def _excess_share(strata: Sequence[tuple[int, int]]) -> float:
@@ -546,7 +574,8 @@ class _Stratum:
             for name, share in last.device.items():
                 errors_ms[name] = 2 * math.sqrt(ms2 * (share * max(1 - share, 0.0)))
             return Estimate(sums, errors_ms)
-        # Successive differences have about two thirds of the degrees of freedom.
+        # Successive differences have about two thirds of the degrees of freedom: each block is in
+        # two of them. So 9 differences count as 6, for which t is 2.45.
         freedom = max(round(2 * self._differences / 3), 1)
         t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
         for name, share_changes in self._squared_share_changes.items():
@@ -558,8 +587,9 @@ class _Stratum:
     def _factors(self, block: _Block) -> tuple[float, float]:
         """Return the share factor and the time factor if a block represents the pending gap.
 
-        The estimate for the gap is scaled from a block of n steps, so its variance is that of the
-        mean of n steps. The phases of the gap vary, too: hence the sum of gap and block.
+        The total of a gap of g steps is estimated from a block of n. Both vary, so with the
+        variance s² of a step, the variance of the estimate is g² s² / n + g s² = s² g (g + n) / n.
+        For example, 5 timed steps for 95 untimed steps: s² 95 * 100 / 5 = 1900 s².
         """
         gap = self._pending
         ms2 = gap.ms * (gap.ms + block.ms) if gap.ms else 0.0
