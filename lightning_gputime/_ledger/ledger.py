@@ -15,11 +15,11 @@ from lightning_gputime._ledger.cells import (
     Cell,
     ExaminedStep,
     Span,
-    base_of,
     examined_step,
+    functions_around,
 )
 from lightning_gputime._ledger.pace import PaceSums
-from lightning_gputime._ledger.places import Line, Operations
+from lightning_gputime._ledger.places import FunctionKey, Line, Operations
 from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._phases import StepRecord
@@ -109,8 +109,9 @@ class OutsideLines:
         if self._line is not None and self._now_ns is not None:
             self._ms[self._line] += (self._now_ns() - self._marked_ns) / 1e6
         cells = {Cell(line, self._entry, HOST): ms for line, ms in self._ms.items()}
-        number, base = self._n[self._entry], base_of(self._first_line)
-        self.occurrences.append(ExaminedStep(number, cells, dict(self._calls), base))
+        loops = functions_around(self._first_line) if self._first_line is not None else frozenset()
+        occurrence = ExaminedStep(self._n[self._entry], cells, dict(self._calls), loops)
+        self.occurrences.append(occurrence)
 
     def _mark(self, line: Line, starts: bool) -> None:
         """End the time of the line before, because `line` runs from now on; see `LineWatch`."""
@@ -173,7 +174,7 @@ class Ledger:
         self.trained_tensors: dict[int, int] = {}
         """Number of tensors whose gradients backward computed in each examined step, by the number
         that the step is logged under."""
-        self.busy_functions: set[tuple[str, str, int]] = set()
+        self.busy_functions: set[FunctionKey] = set()
         """Keys of functions with lines that run too often to be followed; set by the session."""
         self.unavailable = ""
         """Reason why lines cannot be followed; empty if they can. Set by the session."""

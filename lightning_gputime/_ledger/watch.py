@@ -15,7 +15,15 @@ from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from lightning_gputime._compat.python_ import is_user_code, user_frames
-from lightning_gputime._ledger.places import CALLS, LINES, NOTHING, Function, Line, key_of
+from lightning_gputime._ledger.places import (
+    CALLS,
+    LINES,
+    NOTHING,
+    Function,
+    FunctionKey,
+    Line,
+    key_of,
+)
 
 _MIN_EVENTS = 64  # A line keeps its events for this many executions in a step, whatever they cost.
 
@@ -64,7 +72,7 @@ class LineWatch:
         self._events: Counter[_LineId] = Counter()  # Number of events.
         # Lines that run too often to be followed. Their time belongs to the line before them.
         self._ignored: set[_LineId] = set()
-        self.busy_functions: set[tuple[str, str, int]] = set()
+        self.busy_functions: set[FunctionKey] = set()
         """Keys of the functions of these lines."""
         self._source: _Source | None = None
 

@@ -22,16 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._ledger.rows import LONG_STEP, t95
 from lightning_gputime._measurement.sums import STEP, PhaseSum, Sums
 from lightning_gputime._phases import StepRecord
 
-_LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
 _MAX_NEWEST = 4000  # Number of newest steps whose start and end are kept.
 # The host waits for the device if it does so for this fraction of the time of timed steps.
 MIN_WAIT_SHARE = 0.1
 _STRATA = 13  # Number of strata, including the ordinary steps.
-# Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 _MAX_UNSETTLED = 200  # Number of untimed steps that logs may leave unsettled.
 _BINS_PER_FACTOR_E = 50  # Bins of a histogram of durations are 2 % wide.
 
@@ -167,7 +165,7 @@ class _StepLengths:
                 # long. The first quartile ignores them.
                 added_ns = sorted(self._timed)[len(self._timed) // 4] - median_ns
             self._added_ns = min(max(added_ns, 0.0), 0.4e6)
-            self.long_ns = _LONG_STEP * max(median_ns, 1.0)
+            self.long_ns = LONG_STEP * max(median_ns, 1.0)
         without_timing_ns = took_ns
         if timed:  # Do not mistake them for long steps.
             added_ns = self._added_ns
@@ -438,7 +436,7 @@ class UntimedSteps:
             # Stratum 0 is no neighbor, because ordinary steps do not represent long steps.
             if 0 < other < _STRATA and strata[other].last is not None:
                 ratio = strata[other].mean_ns / max(strata[k].mean_ns, 1.0)
-                if 1 / _LONG_STEP < ratio < _LONG_STEP:
+                if 1 / LONG_STEP < ratio < LONG_STEP:
                     return strata[other].last
         return None
 
@@ -577,7 +575,7 @@ class _Stratum:
         # Successive differences have about two thirds of the degrees of freedom: each block is in
         # two of them. So 9 differences count as 6, for which t is 2.45.
         freedom = max(round(2 * self._differences / 3), 1)
-        t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
+        t = t95(freedom)
         for name, share_changes in self._squared_share_changes.items():
             time_changes = self._squared_time_changes[name]
             squares = share_factor * share_changes + time_factor * time_changes
