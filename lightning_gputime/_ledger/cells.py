@@ -107,6 +107,10 @@ class _Interval(NamedTuple):
         return max(self.end_ns - self.start_ns, 0) / 1e6
 
 
+_Paced = tuple[_Interval, tuple[float, float]]
+"""An interval, and the device's lag at its start and end (in milliseconds)."""
+
+
 def examined_step(step: StepRecord, waits: Sequence[Span], *, on_host_clock: bool) -> ExaminedStep:
     """Return the cells of a step that was examined. `waits` are those of the timer in it."""
     lines = sorted(step.lines or (), key=lambda line: line.end_ns)
@@ -120,7 +124,11 @@ def examined_step(step: StepRecord, waits: Sequence[Span], *, on_host_clock: boo
         for interval in intervals:
             cells[Cell(interval.line, interval.phase, HOST)] += interval.host_ms
     else:
-        paced = _with_lags(intervals, step)
+        device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
+        host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
+        reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
+        lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
+        paced = [*zip(intervals, pairwise(lags), strict=True)]
         busy_ms, cells = _busy_ms(paced, waits), _paced_cells(paced)
     in_steps = {cell: ms for cell, ms in cells.items() if cell.phase}
     loops = {*functions_around(lines[0].line)} if lines else set()  # Running at the first mark.
@@ -172,18 +180,6 @@ def _intervals(step: StepRecord) -> Iterator[_Interval]:
                 phase=phase,
                 line=running,
             )
-
-
-_Paced = tuple[_Interval, tuple[float, float]]
-"""An interval, and the device's lag at its start and end (in milliseconds)."""
-
-
-def _with_lags(intervals: Sequence[_Interval], step: StepRecord) -> list[_Paced]:
-    device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
-    host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
-    reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
-    lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
-    return [*zip(intervals, pairwise(lags), strict=True)]
 
 
 def _busy_ms(paced: Sequence[_Paced], waits: Sequence[Span]) -> dict[Line, float]:

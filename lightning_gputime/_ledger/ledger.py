@@ -55,14 +55,14 @@ class OutsideLines:
         # About the occurrence that is examined.
         self._entry = ""
         self._start_ns = 0
-        self._first_line: Line | None = None  # Line that ran at the start.
+        self._loops: frozenset[FunctionKey] = frozenset()  # Functions that ran at the start.
         self._line: Line | None = None  # Line that is running.
         self._marked_ns = 0  # Host time after the newest mark, from which `_line` has run.
         self._ms: dict[Line, float] = defaultdict(float)
         self._calls: Counter[Line] = Counter()
 
     def __getstate__(self) -> dict[str, Any]:
-        cleared = dict.fromkeys(("_now_ns", "_watch", "_line", "_first_line"))
+        cleared = dict.fromkeys(("_now_ns", "_watch", "_line"))
         return {**self.__dict__, **cleared, "functions": ()}
 
     def switch_to(self, entry: str) -> None:
@@ -97,7 +97,7 @@ class OutsideLines:
         if reason:
             self._watch = None
             return
-        self._line = self._first_line = watch.line
+        self._line, self._loops = watch.line, functions_around(watch.line)
         self._marked_ns = self._now_ns()
 
     def _end(self) -> None:
@@ -109,8 +109,7 @@ class OutsideLines:
         if self._line is not None and self._now_ns is not None:
             self._ms[self._line] += (self._now_ns() - self._marked_ns) / 1e6
         cells = {Cell(line, self._entry, HOST): ms for line, ms in self._ms.items()}
-        loops = functions_around(self._first_line) if self._first_line is not None else frozenset()
-        occurrence = ExaminedStep(self._n[self._entry], cells, dict(self._calls), loops)
+        occurrence = ExaminedStep(self._n[self._entry], cells, dict(self._calls), self._loops)
         self.occurrences.append(occurrence)
 
     def _mark(self, line: Line, starts: bool) -> None:

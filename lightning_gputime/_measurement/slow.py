@@ -256,6 +256,7 @@ class SlowLog:
         self._has_baseline = has_baseline
         if not found:
             return ()
+        # For logs
         explained = [step.explained() for step in found] if self.is_followed else []
         # Logs that exclude some of the pending steps have been written by now, so the next log
         # includes all of them.
@@ -263,6 +264,7 @@ class SlowLog:
         # The first steps are compared late. Drop steps that an earlier log has already covered.
         self._pending = [step for step in explained if step.step > self._logged]
 
+        # For the summary, in bounded memory, see `_MAX_KEPT`
         kept = self._kept
         steps, summed = [*kept.steps, *zip(found, repeat(1.0))], kept.summed
         if len(steps) > 2 * _MAX_KEPT:
