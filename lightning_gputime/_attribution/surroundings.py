@@ -164,33 +164,36 @@ class Surroundings:
     def _summary(self) -> OutsideSummary | None:
         if self._wall_clock is None:
             return self._cached[1]
+        # Timed steps, and the part of their excess without a cause in the loop
         timed = np.array([*self._timed], float).reshape(-1, 5)
         left_ms = self._slow.unexplained_ms()
         excess_ms = np.array([left_ms.get(int(number), 0.0) for number in timed[:, 0]])
-        steps, all_ms, searched_ms = timed[:, 1:4], timed[:, 4], excess_ms
+        steps, all_ms = timed[:, 1:4], timed[:, 4]  # Index, start and end of each; and its time.
         batches = self.batches.candidates(timed[:, 0].astype(int).tolist())
         found, max_false_alarms = [], FALSE_ALARMS
+
+        # If there are untimed steps, search all steps. The batches of untimed steps are unknown, so
+        # there are two tests, and each may have half of the false alarms.
         every = np.array([*self._untimed.newest], float).reshape(-1, 3)
         if len(every) > len(timed) and not self._is_gpu_bound:
-            # Also search the untimed steps. Their batches are unknown, so there are two tests, and
-            # each may have half of the false alarms.
             max_false_alarms = FALSE_ALARMS / 2
             found += attribute(excess_ms, batches, max_false_alarms)
             batches = []
+            unexplained_ms = {int(row[1]): ms for row, ms in zip(timed, excess_ms, strict=True)}
             steps, all_ms = every, (every[:, 2] - every[:, 1]) / 1e6
-            searched_ms = _excess(all_ms)
-            # In timed steps, leave out what is explained.
-            known = {int(row[1]): ms for row, ms in zip(timed, excess_ms, strict=True)}
+            excess_ms = _excess(all_ms)
             for i, index in enumerate(every[:, 0].astype(int).tolist()):
-                searched_ms[i] = min(searched_ms[i], known.get(index, np.inf))
+                excess_ms[i] = min(excess_ms[i], unexplained_ms.get(index, np.inf))
         if len(steps) < MIN_STEPS:
             return None
+
+        # The most specific candidates are first.
         of_machine = self._of_machine(steps)
         placed = [candidate for candidate in of_machine if candidate.place]
         others = [candidate for candidate in of_machine if not candidate.place]
         # Two tests can find more than there is.
         left = max(1.0 - sum(each.share for each in found), 0.0)
-        for each in attribute(searched_ms, [*placed, *batches, *others], max_false_alarms):
+        for each in attribute(excess_ms, [*placed, *batches, *others], max_false_alarms):
             share = min(each.share, left)
             if share >= MIN_SHARE:
                 found.append(replace(each, share=share, low=min(each.low, share)))
@@ -201,9 +204,9 @@ class Surroundings:
         if not (found or blocking or waited or missing):
             return None
         return OutsideSummary(
-            n=int(np.count_nonzero(searched_ms)),
+            n=int(np.count_nonzero(excess_ms)),
             steps=len(steps),
-            share=float(searched_ms.sum() / all_ms.sum()),
+            share=float(excess_ms.sum() / all_ms.sum()),
             causes=tuple(map(self._cause, found)),
             not_checked=missing,
             blocking=blocking,
