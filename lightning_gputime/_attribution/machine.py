@@ -132,10 +132,9 @@ class Processes(MachineSource):
         # Child processes that the thread of the loop or the main thread has started.
         self._children: set[int] | None = None
         # Some kernels do not have these files.
-        tasks = [
-            Path(f"/proc/self/task/{n}/children") for n in {threading.get_native_id(), self._pid}
-        ]
-        self._child_files = [file for file in tasks if file.exists()]
+        threads = {threading.get_native_id(), self._pid}
+        files = [Path(f"/proc/self/task/{thread}/children") for thread in threads]
+        self._child_files = [file for file in files if file.exists()]
         self._ticks: dict[int, float] = {}  # CPU time of each process in the newest search.
         self._searched_s, self._search_s = 0.0, 0.0  # End and duration of that search.
         self._stat(self._pid)

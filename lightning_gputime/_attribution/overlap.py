@@ -185,7 +185,10 @@ def _block_length(excess_ms: Floats, split: _Split) -> int:
 def _p_value(
     excess_ms: Floats, values: Floats, split: _Split, random: np.random.Generator
 ) -> float:
-    """Return the probability of this much excess in exposed steps by chance."""
+    """Return the probability of this much excess in exposed steps by chance.
+
+    For example, if 3 of 9,999 random placements have as much as was observed: 4 / 10,000.
+    """
     n, length = len(excess_ms), _block_length(excess_ms, split)
     # The mean over all thresholds, because the best threshold was chosen by its share.
     levels = [np.nan_to_num(values, nan=-np.inf) > threshold for threshold in _thresholds(values)]

@@ -357,7 +357,8 @@ def _move_recomputation(cells_ms: dict[Cell, float]) -> None:
 
     Backward runs each checkpointed function a second time, which takes as long as in forward. The
     marks in backward do not tell this time from that of its gradients, nor by which of several
-    checkpoints a function runs.
+    checkpoints a function runs. For example, a block takes 3 ms in forward and 9 ms in backward: 3
+    of these 9 ms are moved.
     """
     # Time in forward of each function inside a checkpoint, by its outermost checkpoint.
     forward_ms: dict[FunctionKey, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
@@ -420,6 +421,10 @@ def _factors(
     steps: Sequence[ExaminedStep], weights: Sequence[float], targets: Targets
 ) -> tuple[dict[_PacedPhase, float], dict[str, tuple[float, float]]]:
     """Return the factors that scale examined times to the times of all steps.
+
+    For example, `forward` takes 10 ms per step, of which the GPU paces 8 and the host 2. If
+    examined steps show 9 and 3 ms, the factors are 8/9 and 2/3. If they show 3 and 9 ms, too little
+    of it is GPU-paced, and both factors are 10/12.
 
     Returns:
         The factors. And for each phase, the time that no examined step shows: GPU-paced and

@@ -150,7 +150,8 @@ class _StepLengths:
     def add(self, took_ns: Sequence[float], timed: AbstractSet[int]) -> list[int]:
         """Add steps, and return the stratum of each: 0 for ordinary steps and unknown durations.
 
-        Durations are negative if unknown; `timed` has the indices of the timed steps.
+        For example, with a median of 10 ms, steps from 15 ms on are in stratum 1, and from 30 ms on
+        in stratum 2. Durations are negative if unknown; `timed` has the indices of the timed steps.
         """
         # One function, because it runs in the loop: calls would cost more than the work.
         self._untimed.extend([ns for i, ns in enumerate(took_ns) if ns >= 0 and i not in timed])
