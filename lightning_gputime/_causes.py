@@ -666,7 +666,12 @@ class _Part:
         return ms
 
     def exposed_ms(self) -> _Causes:
-        """Return the device excess by cause. Host causes get at most the device's idle time."""
+        """Return the device excess by cause. Host causes get at most the device's idle time.
+
+        For example, the device is late by 10 ms, of which it was idle for 6. A collection has
+        delayed the host by 9 ms, and a callback by 3. They share the 6 ms in this ratio, 4.5 and
+        1.5 ms, and 4 ms have no cause.
+        """
         found: _Causes = defaultdict(float)
         left_ms = self.device_excess_ms
         for causes, max_ms in ((self.device_causes, inf), (self.host_causes, self.idle_ms)):
@@ -740,6 +745,7 @@ class Excess:
 
     def result(self) -> SlowStep:
         """Return the slow step with the causes that were attributed."""
+        # Times by cause, over all parts, and by phase
         step_excess_ms = self.step_ms - self.baseline.step_ms
         host_ms: _Causes = defaultdict(float)
         exposed_ms: _Causes = defaultdict(float)
@@ -752,8 +758,9 @@ class Excess:
                     exposed_ms[cause] += ms
             for cause, ms in part.host_causes.items():
                 host_ms[cause] += ms
-        # If other parts are shorter than in the baseline, the parts exceed it by more than the step
-        # does: limit the causes to the excess of the step.
+
+        # Causes. If other parts are shorter than in the baseline, the parts exceed it by more than
+        # the step does: limit the causes to the excess of the step.
         all_ms = sum(exposed_ms.values())
         share = min(step_excess_ms / all_ms, 1.0) if all_ms else 0.0
         causes = {

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,6 @@ from lightning_gputime._attribution.machine import (
     Pressure,
     Processes,
     Threads,
-    VirtualMemory,
     system_sources,
 )
 
@@ -201,7 +201,8 @@ def test_long_batches_explain_slow_steps_and_padding_is_reported(loop: Loop) -> 
     [cause] = outside.causes
     assert cause.share == pytest.approx(1.0, abs=0.02)
     assert cause.name == "batches with more than 176 tokens"
-    assert cause.place == "50 % of the tokens are padding"
+    assert str(cause) == f"{cause.name} (50 % of the tokens are padding)"
+    assert cause.padding == pytest.approx(0.5, abs=0.01)
     assert any("pack sequences" in text for text in timer.summary().advice)
 
 
@@ -370,17 +371,14 @@ def test_busy_child_process_is_named_with_its_id(
 @ON_LINUX
 def test_sources_that_the_system_lacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     log = MachineLog(time.perf_counter_ns, system_sources(None))
-    assert {type(source) for source in log._sources} <= {
-        *(Threads, Processes, Pressure, VirtualMemory)
-    }
+    assert {*map(type, log.sources.values())} <= {Threads, Processes, Pressure}
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise FileNotFoundError
 
-    monkeypatch.setattr(machine, "_File", refuse)
-    monkeypatch.setitem(machine.__dict__, "open", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
     log = MachineLog(time.perf_counter_ns, system_sources(None))
-    assert log.missing == ["threads", "other processes", "pressure", "swap"]
+    assert log.missing == ["threads", "other processes", "pressure"]
     log.read()
     log.sample_often()  # Starts no thread.
     assert log._thread is None
@@ -411,12 +409,10 @@ def test_process_on_the_gpu_is_found_with_nvml(monkeypatch: pytest.MonkeyPatch) 
     assert log.missing == ["other processes"]
 
 
-def test_mean_growth_of_a_value_is_that_of_its_readings() -> None:
+def test_rate_of_a_value_is_its_growth_per_second_of_all_readings() -> None:
     busy = Busy()
     busy.readings = [(0, {}), (10**9, {"thread": 1.0}), (3 * 10**9, {"thread": 1.5})]
-    log = MachineLog(time.perf_counter_ns, {"threads": lambda: busy})
-    assert log.mean("thread") == 0.25
-    assert log.mean("process") is None
+    assert busy.rates() == {"thread": 0.5}
 
 
 def test_sampling_thread_stops_with_its_log() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import gc
+import importlib
 import inspect
 import sys
 import threading
@@ -505,55 +506,31 @@ def slow(gpu):
 """
 
 
-def from_zip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    with zipfile.ZipFile(folder / "code.zip", "w") as archive:
-        archive.writestr("zipped_user_code.py", SOURCE)
-    monkeypatch.syspath_prepend(str(folder / "code.zip"))
-    import zipped_user_code  # type: ignore[import-not-found]
-
-    return zipped_user_code.slow
-
-
-def from_cell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(SOURCE, str(folder / "ipykernel_71" / "37.py"), "exec"), scope)
-    return scope["slow"]
-
-
-def from_relative_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(folder)
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(SOURCE, "relative.py", "exec"), scope)
-    return scope["slow"]
-
-
-def typed_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(SOURCE, "<stdin>", "exec"), scope)
-    return scope["slow"]
-
-
-FILES = [
-    (from_zip, "zipped_user_code.py:4"),
-    (from_cell, "cell:4"),
-    (from_relative_path, "relative.py:4"),
-    (typed_in, "<stdin>:4"),
-]
-
-
-@pytest.mark.parametrize(("make", "where"), FILES)
+@pytest.mark.parametrize(
+    ("file", "where"),
+    [
+        ("code.zip", "zipped_user_code.py:4"),
+        ("ipykernel_71/37.py", "cell:4"),
+        ("relative.py", "relative.py:4"),
+        ("<stdin>", "<stdin>:4"),
+    ],
+)
 def test_code_from_anywhere_is_named(
-    make: Callable[..., Any],
-    where: str,
-    gpu: FakeGPU,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    file: str, where: str, gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = make(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    if file == "code.zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("zipped_user_code.py", SOURCE)
+        monkeypatch.syspath_prepend(str(tmp_path / file))
+        scope = vars(importlib.import_module("zipped_user_code"))
+    else:
+        exec(compile(SOURCE, str(tmp_path / file) if "/" in file else file, "exec"), scope)
 
     def body(loop: Loop, x: Tensor) -> None:
         loop.model(x).sum().backward()
-        slow(gpu)
+        scope["slow"](gpu)
         loop.update()
 
     summary = train(body, gpu)

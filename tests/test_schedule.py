@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from fake_gpu import raw
 
+from lightning_gputime._measurement.untimed import Recurrence
 from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
 
 
@@ -49,14 +50,14 @@ def test_timed_steps_are_spread_evenly_over_any_period(windows: Windows, period:
 
 @pytest.mark.parametrize(("last", "distance", "n"), [(90, 50, 5), (0, 100, 5), (7, 7, 7)])
 def test_windows_cover_long_steps_that_recur(last: int, distance: int, n: int) -> None:
-    schedule = Schedule(Windows(5, 50), next_long=lambda: (last, distance))
+    schedule = Schedule(Windows(5, 50), next_long=Recurrence(last, distance).next_from)
     timed = timed_steps(schedule, 600)
     assert len([index for index in timed if (index - last) % distance == 0]) >= n
 
 
 def test_ranks_with_an_agreed_recurrence_time_the_same_steps() -> None:
-    windows = Windows(5, 50, recurrence=(90, 50))
-    other = Schedule(windows, next_long=lambda: (33, 10))
+    windows = Windows(5, 50, recurrence=Recurrence(90, 50))
+    other = Schedule(windows, next_long=Recurrence(33, 10).next_from)
     assert timed_steps(Schedule(windows), 400) == timed_steps(other, 400)
 
 

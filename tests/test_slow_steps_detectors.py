@@ -138,60 +138,49 @@ def test_time_in_the_run_queue_is_off_cpu_in_any_phase_of_long_steps(
     assert thread.only.unexplained_ms == (35.0 if is_short else 5.0)
 
 
-@pytest.mark.parametrize(
-    ("phase", "waits", "is_cause"),
-    # With ten waits, another thread of Python may have run.
-    [("backward", 1, True), ("data", 1, False), ("backward", 10, False)],
-)
-def test_stopped_process_is_off_cpu_except_in_data_or_with_many_waits(
-    thread: Thread, phase: str, waits: int, is_cause: bool
-) -> None:
-    thread.usual()
-    thread.stop(50, waits)
-    thread.step(SLOW, {phase: 50.0}, {phase: 50.0})
-    assert thread.only.causes == ((STOPPED,) if is_cause else ())
-
-
-def test_usual_time_in_the_run_queue_is_not_a_cause(thread: Thread) -> None:
-    for number in range(80):
-        thread.queue(1, 1)  # A busy machine.
-        thread.step(number, {}, {})
-    thread.stop(40)  # A wait for a batch.
-    thread.step(80, {"data": 40.0}, {"data": 40.0})
-    assert (thread.only.step, thread.only.causes) == (80, ())
+def nothing(thread: Thread) -> None:
+    pass
 
 
 @pytest.mark.parametrize(
-    ("usual", "slow", "causes"),
+    ("usual", "slow", "phase", "causes"),
     [
+        (nothing, lambda thread: thread.stop(50), "backward", (STOPPED,)),
+        (nothing, lambda thread: thread.stop(50), "data", ()),
+        # With ten waits, another thread of Python may have run.
+        (nothing, lambda thread: thread.stop(50, 10), "backward", ()),
+        # A busy machine, and a wait for a batch.
+        (lambda thread: thread.queue(1, 1), lambda thread: thread.stop(40), "data", ()),
         # Each step blocks for 20 ms, and the slow step not for longer.
-        (lambda thread: thread.stop(20), lambda thread: thread.stop(20), ()),
+        (lambda thread: thread.stop(20), lambda thread: thread.stop(20), "backward", ()),
         # In each step other threads run five times, and the slow step is also stopped.
         (
             lambda thread: thread.queue(1, 5),
             lambda thread: (thread.queue(1, 5), thread.stop(50)),
+            "backward",
             (STOPPED,),
         ),
         # Each step waits ten times, and in the slow step other threads run, too.
         (
             lambda thread: thread.stop(1, 10),
             lambda thread: (thread.stop(1, 10), thread.queue(50, 8)),
+            "backward",
             (replace(STOPPED, detail="other threads had the CPU"),),
         ),
     ],
-    ids=["blocks in each step", "queues in each step", "waits in each step"],
 )
 def test_only_off_cpu_time_beyond_the_usual_step_is_a_cause(
     thread: Thread,
     usual: Callable[[Thread], Any],
     slow: Callable[[Thread], Any],
+    phase: str,
     causes: tuple[Cause, ...],
 ) -> None:
     for number in range(80):
         usual(thread)
         thread.step(number, {}, {})
     slow(thread)
-    thread.step(80, {"backward": 50.0}, {"backward": 50.0})
+    thread.step(80, {phase: 50.0}, {phase: 50.0})
     assert (thread.only.step, thread.only.causes) == (80, causes)
 
 

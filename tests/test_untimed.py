@@ -1,6 +1,7 @@
 """Untimed steps, in which hooks are detached, and the choice of the timed steps."""
 
 import json
+import math
 import re
 from copy import copy
 from pathlib import Path
@@ -172,7 +173,7 @@ def test_detaching_between_timed_steps_changes_no_result(
     # Attached hooks change when steps are resolved, and thereby which long steps are timed. So time
     # no long steps.
     path = "lightning_gputime._measurement.untimed.UntimedSteps.next_long"
-    monkeypatch.setattr(path, lambda self: None)
+    monkeypatch.setattr(path, lambda self, first: math.inf)
     detached = results()
     monkeypatch.setattr("lightning_gputime._session.session.has_compiled", lambda: True)
     assert results() == detached

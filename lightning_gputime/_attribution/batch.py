@@ -69,12 +69,12 @@ class BatchLog:
         self.open = None
 
     @property
-    def padding(self) -> str:
-        """The share of padding as part of a sentence; empty if it is small or unknown."""
+    def padding(self) -> float:
+        """Fraction of the tokens that are padding; 0 if it is small or unknown."""
         known = [content for _, content in [*self.steps] if content.used]
         tokens = sum(content.tokens for content in known)
         share = 1.0 - sum(content.used for content in known) / tokens if tokens else 0.0
-        return f"{100 * share:.0f} % of the tokens are padding" if share >= _MIN_PADDING else ""
+        return share if share >= _MIN_PADDING else 0.0
 
     def mean_content(self) -> tuple[str, float]:
         """Return the most specific unit that all steps have, and its mean amount per step."""

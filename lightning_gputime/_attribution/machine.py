@@ -1,4 +1,4 @@
-"""What else runs on the machine: threads, processes, pressure and swap.
+"""What else runs on the machine: threads, processes, and pressure on its resources.
 
 A *source* returns cumulative values by name, such as the CPU time of each thread. `MachineLog`
 reads the sources next to the loop. The growth of a value during a step is the step's exposure.
@@ -15,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ import torch
 from lightning_gputime._attribution.overlap import Candidate
 from lightning_gputime._compat.python_ import place_in_thread
 from lightning_gputime._measurement.culprits import Source
-from lightning_gputime._record.clock import IGNORED_THREADS, thread_ns
+from lightning_gputime._record.clock import IGNORED_THREADS, core_times, thread_ns
 
 # Fraction of the time that reading a source may take, and minimum interval of reads: in the loop,
 # where all sources together may take 0.1 %, and in the sampling thread.
@@ -35,26 +36,10 @@ _MIN_BUSY = 0.05  # Threads and processes below this fraction of a core are not 
 _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become busy.
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")
-_PAGES = re.compile(rb"^(pswpin|pswpout|pgmajfault) (\d+)", re.MULTILINE)
-
-
+THREADS = "threads"
+"""Name of the source `Threads`."""
 BLOCKED, WAITED = "blocked", "waited"
 """Names of the times in which the thread of the loop was blocked, and waited for a CPU core."""
-
-
-class _File:
-    """A file of Linux, kept open: opening it for each reading takes ten times as long."""
-
-    def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self) -> bytes:
-        parts, offset = list[bytes](), 0
-        while part := os.pread(self._descriptor, 65_536, offset):
-            parts.append(part)
-            offset += len(part)
-        return b"".join(parts)
 
 
 class MachineSource:
@@ -75,6 +60,15 @@ class MachineSource:
         """Return the values now. Raises OSError if the system does not have them."""
         raise NotImplementedError
 
+    def rates(self) -> dict[str, float]:
+        """Return by how much each value has grown per second of all readings; empty if unknown."""
+        readings = self.readings[:]
+        if len(readings) < 2:
+            return {}
+        (start_ns, first), (end_ns, last) = readings[0], readings[-1]
+        s = max((end_ns - start_ns) / 1e9, 1e-9)
+        return {name: round((sum_ - first.get(name, 0.0)) / s, 3) for name, sum_ in last.items()}
+
 
 class Threads(MachineSource):
     """CPU time of other Python threads (in seconds), and a function that each runs.
@@ -88,7 +82,6 @@ class Threads(MachineSource):
     def __init__(self) -> None:
         super().__init__()
         self._loop = threading.get_native_id()
-        self._loop_times = _File(f"/proc/self/task/{self._loop}/schedstat")
         self._run_ns: dict[int, int] | None = None  # Time of each thread at the last read.
         thread_ns(self._loop)  # Raises OSError if this kernel has no such clocks.
 
@@ -99,7 +92,9 @@ class Threads(MachineSource):
             if native_id is None or any(part in thread.name for part in IGNORED_THREADS):
                 continue
             if native_id == self._loop:
-                ran_ns, waited_ns = map(int, self._loop_times.read().split()[:2])
+                if (times := core_times(native_id)) is None:
+                    raise OSError
+                ran_ns, waited_ns = times
                 self.sums[WAITED] = waited_ns / 1e9
                 self.sums[BLOCKED] = (time.perf_counter_ns() - ran_ns - waited_ns) / 1e9
                 continue
@@ -136,10 +131,10 @@ class Processes(MachineSource):
         self._busy: Sequence[int] = ()
         # Child processes that the thread of the loop or the main thread has started.
         self._children: set[int] | None = None
-        self._child_files = list[_File]()
-        for thread in {threading.get_native_id(), self._pid}:
-            with suppress(OSError):  # Some kernels do not have these files.
-                self._child_files.append(_File(f"/proc/self/task/{thread}/children"))
+        # Some kernels do not have these files.
+        threads = {threading.get_native_id(), self._pid}
+        files = [Path(f"/proc/self/task/{thread}/children") for thread in threads]
+        self._child_files = [file for file in files if file.exists()]
         self._ticks: dict[int, float] = {}  # CPU time of each process in the newest search.
         self._searched_s, self._search_s = 0.0, 0.0  # End and duration of that search.
         self._stat(self._pid)
@@ -150,7 +145,7 @@ class Processes(MachineSource):
         if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _IN_THREAD[0]):
             self._search()
         used_s: dict[int, float] = {}
-        children = {int(pid) for file in self._child_files for pid in file.read().split()}
+        children = {int(pid) for file in self._child_files for pid in file.read_text().split()}
         before, self._children = self._children, children
         new = set[int]() if before is None else children - before  # Started since the last read.
         for pid in {*self._busy, *children}:
@@ -187,8 +182,8 @@ class Processes(MachineSource):
 
     def _stat(self, pid: int) -> tuple[str, int, int, float]:
         """Return name, parent, newest core and CPU time of a process."""
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            head, _, tail = file.read().rpartition(")")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        head, _, tail = text.rpartition(")")
         fields = tail.split()  # From the third field of `man proc_pid_stat` on.
         seconds = (int(fields[11]) + int(fields[12])) * _TICK_S
         return head.partition("(")[2], int(fields[1]), int(fields[36]), seconds
@@ -229,51 +224,24 @@ class GPUProcesses(MachineSource):
 
 
 class Pressure(MachineSource):
-    """Time in which a process of the machine waited for a resource, as Linux counts it."""
+    """Time in which a process of the machine waited for a resource, as Linux counts it.
+
+    Swapping is a wait for memory, and a page fault that reads from disk is a wait for storage.
+    """
 
     kind = "pressure"
-    _NAMES: Mapping[str, str] = {
+    _NAMES: ClassVar[Mapping[str, str]] = {
         "io": "processes that wait for storage",
         "memory": "processes that wait for memory",
         "cpu": "processes that wait for a CPU core",
     }
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._files = {
-            name: _File(f"/proc/pressure/{resource}") for resource, name in self._NAMES.items()
-        }
-
     def read(self) -> Mapping[str, float]:
-        # The first line counts times in which some processes waited, in microseconds.
-        return {
-            name: int(file.read().splitlines()[0].rpartition(b"total=")[2]) / 1e6
-            for name, file in self._files.items()
-        }
-
-
-class VirtualMemory(MachineSource):
-    """Pages that the kernel has swapped, or read for a page fault.
-
-    Pages that it writes to disk are no cause by themselves: `Pressure` has the waits for storage.
-    """
-
-    kind = "pages"
-    _NAMES: Mapping[bytes, str] = {
-        b"pswpin": "swapping",
-        b"pswpout": "swapping",
-        b"pgmajfault": "page faults that read from disk",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._file = _File("/proc/vmstat")
-
-    def read(self) -> Mapping[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        for key, value in _PAGES.findall(self._file.read()):
-            found[self._NAMES[key]] += int(value)
-        return found
+        for resource, name in self._NAMES.items():
+            # The first line counts times in which some processes waited, in microseconds.
+            some, _, _ = Path(f"/proc/pressure/{resource}").read_text().partition("\n")
+            self.sums[name] = int(some.rpartition("total=")[2]) / 1e6
+        return self.sums
 
 
 class MachineLog:
@@ -289,7 +257,8 @@ class MachineLog:
         self, now_ns: Callable[[], int], sources: Mapping[str, Callable[[], MachineSource]]
     ) -> None:
         self._now_ns = now_ns
-        self._sources: list[MachineSource] = []
+        self.sources: dict[str, MachineSource] = {}
+        """Sources of this system, by what they observe."""
         self.missing: list[str] = []
         """What cannot be observed on this system."""
         self._thread: threading.Thread | None = None
@@ -302,14 +271,14 @@ class MachineLog:
             except (OSError, ValueError, IndexError):
                 self.missing.append(observed)
             else:
-                self._sources.append(source)
+                self.sources[observed] = source
 
     def read(self, *, in_loop: bool = True) -> None:
         """Read the sources that are due. While the sampling thread runs, only it reads them."""
         if in_loop and self._thread is not None and self._thread.is_alive():
             return
         max_cost, min_interval_ns = _IN_LOOP if in_loop else _IN_THREAD
-        for source in self._sources:
+        for source in self.sources.values():
             if time.perf_counter_ns() < source.due_ns or (in_loop and not source.in_loop):
                 continue
             start_ns = time.thread_time_ns()
@@ -325,43 +294,32 @@ class MachineLog:
 
     def sample_often(self) -> None:
         """Read the sources in a thread, which sees what happens between reads of steps."""
-        if self._sources and (self._thread is None or not self._thread.is_alive()):
+        if self.sources and (self._thread is None or not self._thread.is_alive()):
             self._wake.clear()
             name = f"{__name__.partition('.')[0]} sampler"
-            target, log = _sample, weakref.ref(self)
-            self._thread = threading.Thread(
-                target=target, args=(log, self._wake), name=name, daemon=True
-            )
+            args = (weakref.ref(self), self._wake)
+            self._thread = threading.Thread(target=_sample, args=args, name=name, daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """End the thread. Safe to call twice."""
         self._wake.set()
 
-    def mean(self, name: str) -> float | None:
-        """Return how much a value has grown per second of all readings; None if unknown."""
-        for source in self._sources:
-            known = [reading for reading in source.readings[:] if name in reading[1]]
-            if len(known) >= 2:
-                (start_ns, first), (end_ns, last) = known[0], known[-1]
-                return round((last[name] - first[name]) / max((end_ns - start_ns) / 1e9, 1e-9), 3)
-        return None
-
     def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
-        """Return what grew during some of the steps with these host times.
+        """Return what grew during some of the steps with these host times, but not in the loop.
 
         The values are NaN before the first and after the last reading.
         """
         found = []
         # A host that runs ahead of the device may launch a step in almost no time.
         ends_ns = np.maximum(ends_ns, starts_ns + 1e6)
-        for source in self._sources:
+        for source in self.sources.values():
             readings = source.readings[:]
             names = dict.fromkeys(name for _, values in readings for name in values)
             at_ns = np.array([ns for ns, _ in readings], float)
             for name in names:
                 sums = np.array([values.get(name, 0.0) for _, values in readings])
-                if len(sums) < 3 or sums[-1] <= sums[0]:
+                if len(sums) < 3 or sums[-1] <= sums[0] or name in (BLOCKED, WAITED):
                     continue
                 grown = np.interp(ends_ns, at_ns, sums) - np.interp(starts_ns, at_ns, sums)
                 shares = np.round(grown / ((ends_ns - starts_ns) / 1e9), 3)  # No rounding errors.
@@ -377,10 +335,9 @@ def system_sources(gpu: int | None) -> dict[str, Callable[[], MachineSource]]:
         gpu: Index of the GPU; None without one.
     """
     sources: dict[str, Callable[[], MachineSource]] = {
-        "threads": Threads,
+        THREADS: Threads,
         "other processes": Processes,
         "pressure": Pressure,
-        "swap": VirtualMemory,
     }
     # Without NVML, do not complain: the package is optional.
     if gpu is not None and importlib.util.find_spec("pynvml") is not None:

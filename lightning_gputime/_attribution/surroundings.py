@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -13,6 +12,7 @@ from lightning_gputime._attribution.batch import BatchLog
 from lightning_gputime._attribution.gpu_clock import GPUClock
 from lightning_gputime._attribution.machine import (
     BLOCKED,
+    THREADS,
     WAITED,
     MachineLog,
     Threads,
@@ -71,8 +71,8 @@ class Surroundings:
         untimed: UntimedSteps,
     ) -> None:
         self._slow, self._untimed = slow, untimed
-        self._wall_clock = wall_clock
-        self._host_ns: Callable[[], int] | None = clock.host_ns  # None in a copy.
+        self._wall_clock: WallClock | None = wall_clock  # None in a copy.
+        self._host_ns = clock.host_ns
         self.batches, self.gpu = BatchLog(), GPUClock(clock)
         # On a device, a delay of the host may appear in the step after it.
         self._runs_ahead = not isinstance(clock, HostClock)
@@ -91,8 +91,8 @@ class Surroundings:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no thread, no clock, and no sources that name threads of this process. It keeps
         # the summary so far.
-        cleared: dict[str, Any] = {"_machine": None, "_sources": {}, "_host_ns": None}
-        cleared |= {"_slow": None, "_untimed": None, "_wall_clock": None}
+        objects = ("_machine", "_host_ns", "_slow", "_untimed", "_wall_clock")
+        cleared: dict[str, Any] = {**dict.fromkeys(objects), "_sources": {}}
         kept = {"_timed": self._timed.copy(), "_cached": (None, self._summary())}
         return {**self.__dict__, **cleared, **kept}
 
@@ -103,6 +103,7 @@ class Surroundings:
         all_ms = read.sums.each_ms
         self._step_ms += sum(all_ms)
         self._wait_ms += sum([step.wait_ms for step in read.records])
+        assert self._wall_clock is not None
         outside_ns = self._wall_clock.outside_ns
         self._timed.extend(
             [
@@ -121,13 +122,11 @@ class Surroundings:
 
     def _read_machine(self) -> MachineLog:
         if self._machine is None:
-            self._machine = MachineLog(self._steps_ns, self._sources)
+            host_ns, wall_clock = self._host_ns, self._wall_clock
+            assert wall_clock is not None
+            self._machine = MachineLog(lambda: wall_clock.steps_ns(host_ns()), self._sources)
         self._machine.read()
         return self._machine
-
-    def _steps_ns(self) -> int:
-        assert self._host_ns is not None
-        return self._wall_clock.steps_ns(self._host_ns())
 
     def remove(self) -> None:
         """End the thread. Safe to call twice."""
@@ -140,7 +139,12 @@ class Surroundings:
 
         None if unknown, and on the host's clock, which excludes these waits.
         """
-        return self._machine.mean(WAITED) if self._machine and self._runs_ahead else None
+        return self._thread_rates().get(WAITED) if self._runs_ahead else None
+
+    def _thread_rates(self) -> dict[str, float]:
+        """Return for which fraction of the time each thread ran, with `BLOCKED` and `WAITED`."""
+        threads = self._machine.sources.get(THREADS) if self._machine is not None else None
+        return threads.rates() if threads is not None else {}
 
     def explain(self, m: Measurement) -> Measurement:
         """Return a measurement with the causes outside of the loop. Any thread may call it."""
@@ -158,75 +162,72 @@ class Surroundings:
         return self._wait_ms >= MIN_WAIT_SHARE * self._step_ms
 
     def _summary(self) -> OutsideSummary | None:
-        if self._host_ns is None:
+        if self._wall_clock is None:
             return self._cached[1]
+        # Timed steps, and the part of their excess without a cause in the loop
         timed = np.array([*self._timed], float).reshape(-1, 5)
         left_ms = self._slow.unexplained_ms()
         excess_ms = np.array([left_ms.get(int(number), 0.0) for number in timed[:, 0]])
-        steps, all_ms, searched_ms = timed[:, 1:4], timed[:, 4], excess_ms
+        steps, all_ms = timed[:, 1:4], timed[:, 4]  # Index, start and end of each; and its time.
         batches = self.batches.candidates(timed[:, 0].astype(int).tolist())
         found, max_false_alarms = [], FALSE_ALARMS
+
+        # If there are untimed steps, search all steps. The batches of untimed steps are unknown, so
+        # there are two tests, and each may have half of the false alarms.
         every = np.array([*self._untimed.newest], float).reshape(-1, 3)
         if len(every) > len(timed) and not self._is_gpu_bound:
-            # Also search the untimed steps. Their batches are unknown, so there are two tests, and
-            # each may have half of the false alarms.
             max_false_alarms = FALSE_ALARMS / 2
             found += attribute(excess_ms, batches, max_false_alarms)
             batches = []
+            unexplained_ms = {int(row[1]): ms for row, ms in zip(timed, excess_ms, strict=True)}
             steps, all_ms = every, (every[:, 2] - every[:, 1]) / 1e6
-            searched_ms = _excess(all_ms)
-            # In timed steps, leave out what is explained.
-            known = {int(row[1]): ms for row, ms in zip(timed, excess_ms, strict=True)}
+            excess_ms = _excess(all_ms)
             for i, index in enumerate(every[:, 0].astype(int).tolist()):
-                searched_ms[i] = min(searched_ms[i], known.get(index, np.inf))
+                excess_ms[i] = min(excess_ms[i], unexplained_ms.get(index, np.inf))
         if len(steps) < MIN_STEPS:
             return None
+
+        # The most specific candidates are first.
         of_machine = self._of_machine(steps)
         placed = [candidate for candidate in of_machine if candidate.place]
         others = [candidate for candidate in of_machine if not candidate.place]
         # Two tests can find more than there is.
         left = max(1.0 - sum(each.share for each in found), 0.0)
-        for each in attribute(searched_ms, [*placed, *batches, *others], max_false_alarms):
+        for each in attribute(excess_ms, [*placed, *batches, *others], max_false_alarms):
             share = min(each.share, left)
             if share >= MIN_SHARE:
                 found.append(replace(each, share=share, low=min(each.low, share)))
                 left -= share
         missing = tuple(self._machine.missing) if self._machine is not None else ()
-        blocking, waited = self._in_all_steps(steps)
+        blocking, waited = self._blocking(), self.core_wait or 0.0
+        waited = waited if waited >= _MIN_WAITED else 0.0
         if not (found or blocking or waited or missing):
             return None
         return OutsideSummary(
-            n=int(np.count_nonzero(searched_ms)),
+            n=int(np.count_nonzero(excess_ms)),
             steps=len(steps),
-            share=float(searched_ms.sum() / all_ms.sum()),
+            share=float(excess_ms.sum() / all_ms.sum()),
             causes=tuple(map(self._cause, found)),
             not_checked=missing,
             blocking=blocking,
             core_wait_share=waited,
         )
 
-    def _in_all_steps(self, steps: Any) -> tuple[OutsideCause | None, float]:
-        """Return the thread that may block the loop, and the share of time of waits for a core."""
-        if self._machine is None:
-            return None, 0.0
-        found = self._machine.candidates(steps[:, 1], steps[:, 2])
-        known = [each for each in found if np.isfinite(each.values).sum() >= MIN_STEPS]
-        shares = {each.name: min(float(np.nanmean(each.values)), 1.0) for each in known}
-        # Without a device, times exclude these waits.
-        waited = shares.get(WAITED, 0.0) if self._runs_ahead else 0.0
-        waited = waited if waited >= _MIN_WAITED else 0.0
+    def _blocking(self) -> OutsideCause | None:
+        """Return the thread that may block the loop in all steps, slow or not."""
+        rates = dict(self._thread_rates())
+        blocked = rates.pop(BLOCKED, 0.0)
+        rates.pop(WAITED, None)
         # If the device sets the pace, the host is blocked while it waits for the device.
-        if self._is_gpu_bound:
-            return None, waited
-        threads = [each for each in known if each.kind == Threads.kind and _is_cause(each)]
-        busiest = max(threads, key=lambda each: shares[each.name], default=None)
-        if busiest is None:
-            return None, waited
+        if self._machine is None or self._is_gpu_bound or not rates:
+            return None
+        busiest = max(rates, key=rates.__getitem__)
         # The loop may have been blocked by something else, or at other times.
-        share = min(shares[busiest.name], shares.get(BLOCKED, 0.0))
+        share = min(rates[busiest], blocked, 1.0)
         if share < _MIN_BLOCKED:
-            return None, waited
-        return OutsideCause("thread", busiest.name, busiest.place, share, 0.0, share, 1.0), waited
+            return None
+        place = self._machine.sources[THREADS].places.get(busiest, "")
+        return OutsideCause(Threads.kind, busiest, place, share, 0.0, share, 1.0)
 
     def _of_machine(self, steps: Any) -> list[Candidate]:
         """Return what ran next to steps, given index, start and end of each."""
@@ -236,16 +237,17 @@ class Surroundings:
         if self._runs_ahead:
             follows = np.diff(steps[:, 0]) == 1
             ends[:-1] = np.where(follows, ends[1:], ends[:-1])
-        return [*filter(_is_cause, self._machine.candidates(steps[:, 1], ends))]
+        return self._machine.candidates(steps[:, 1], ends)
 
     def _cause(self, found: Attribution) -> OutsideCause:
         candidate = found.candidate
-        name, place = candidate.name, candidate.place
+        name, padding = candidate.name, 0.0
         if candidate.kind == "batch":
             name = f"batches with more than {found.threshold:,.0f} {candidate.name}"
-            place = "" if candidate.name == "elements" else self.batches.padding
+            padding = 0.0 if candidate.name == "elements" else self.batches.padding
+        interval = found.share, found.low, found.high
         return OutsideCause(
-            candidate.kind, name, place, found.share, found.low, found.high, found.exposed
+            candidate.kind, name, candidate.place, *interval, found.exposed, padding
         )
 
     def _reason_of(self, slowdown: Slowdown) -> str:
@@ -261,10 +263,6 @@ class Surroundings:
         candidates = [*of_machine, *batches]
         changes = (_change_of(candidate, is_after) for candidate in candidates)
         return next(filter(None, changes), "")
-
-
-def _is_cause(candidate: Candidate) -> bool:
-    return candidate.name not in (BLOCKED, WAITED)
 
 
 def _excess(all_ms: Any) -> Any:

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_gputime._ledger.pace import MAX_IDLE_LAG_MS, Bounds, lags_ms
-from lightning_gputime._ledger.places import Line
+from lightning_gputime._ledger.places import FunctionKey, Line
 from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, StepRecord, resolve_labels
 
 GPU, HOST, IDLE = "gpu", "host", "idle"
@@ -45,17 +45,16 @@ class ExaminedStep:
         index: Number that the step is logged under, or of the occurrence.
         cells_ms: Time of each cell (in milliseconds), without the time that marks took.
         calls: Number of times that each line started.
-        base: Keys of the functions that were running at the start.
+        loops: Keys of the functions that contain the loop: they were running at the start, or while
+            one phase ended and another began.
         busy_ms: Host time of each line without waits for the device (in milliseconds).
-        spans: Keys of the functions that were running while one phase ended and another began.
     """
 
     index: int
     cells_ms: Mapping[Cell, float]
     calls: Mapping[Line, int]
-    base: frozenset[tuple[str, str, int]] = frozenset()
+    loops: frozenset[FunctionKey] = frozenset()
     busy_ms: Mapping[Line, float] = field(default_factory=dict)
-    spans: frozenset[tuple[str, str, int]] = frozenset()
 
     @property
     def step_ms(self) -> float:
@@ -108,6 +107,10 @@ class _Interval(NamedTuple):
         return max(self.end_ns - self.start_ns, 0) / 1e6
 
 
+_Paced = tuple[_Interval, tuple[float, float]]
+"""An interval, and the device's lag at its start and end (in milliseconds)."""
+
+
 def examined_step(step: StepRecord, waits: Sequence[Span], *, on_host_clock: bool) -> ExaminedStep:
     """Return the cells of a step that was examined. `waits` are those of the timer in it."""
     lines = sorted(step.lines or (), key=lambda line: line.end_ns)
@@ -121,28 +124,25 @@ def examined_step(step: StepRecord, waits: Sequence[Span], *, on_host_clock: boo
         for interval in intervals:
             cells[Cell(interval.line, interval.phase, HOST)] += interval.host_ms
     else:
-        paced = _with_lags(intervals, step)
+        device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
+        host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
+        reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
+        lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
+        paced = [*zip(intervals, pairwise(lags), strict=True)]
         busy_ms, cells = _busy_ms(paced, waits), _paced_cells(paced)
     in_steps = {cell: ms for cell, ms in cells.items() if cell.phase}
-    # The first mark shows what was running.
-    first = lines[0].line if lines else None
-    return ExaminedStep(step.number, in_steps, calls, base_of(first), busy_ms, _spans_of(intervals))
-
-
-def _spans_of(intervals: Sequence[_Interval]) -> frozenset[tuple[str, str, int]]:
-    """Return the keys of the functions in which one phase ends and another begins."""
-    found: set[tuple[str, str, int]] = set()
+    loops = {*functions_around(lines[0].line)} if lines else set()  # Running at the first mark.
     for before, after in pairwise(intervals):
         phases = {before.phase.partition("/")[0], after.phase.partition("/")[0]}
         # In backward, the lines are those of forward, which have already returned.
         if len(phases) > 1 and BACKWARD not in phases:
-            found |= base_of(before.line) & base_of(after.line)
-    return frozenset(found)
+            loops |= functions_around(before.line) & functions_around(after.line)
+    return ExaminedStep(step.number, in_steps, calls, frozenset(loops), busy_ms)
 
 
-def base_of(line: Line | None) -> frozenset[tuple[str, str, int]]:
+def functions_around(line: Line) -> frozenset[FunctionKey]:
     """Return the keys of the functions that lead to a line."""
-    return frozenset(function.key for function, _ in line.path) if line is not None else frozenset()
+    return frozenset(function.key for function, _ in line.path)
 
 
 def _intervals(step: StepRecord) -> Iterator[_Interval]:
@@ -182,18 +182,6 @@ def _intervals(step: StepRecord) -> Iterator[_Interval]:
             )
 
 
-_Paced = tuple[_Interval, tuple[float, float]]
-"""An interval, and the device's lag at its start and end (in milliseconds)."""
-
-
-def _with_lags(intervals: Sequence[_Interval], step: StepRecord) -> list[_Paced]:
-    device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
-    host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
-    reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
-    lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
-    return [*zip(intervals, pairwise(lags), strict=True)]
-
-
 def _busy_ms(paced: Sequence[_Paced], waits: Sequence[Span]) -> dict[Line, float]:
     """Return the host time of each line without waits for the device, by the timer or the line."""
     busy_ms: dict[Line, float] = defaultdict(float)
@@ -210,28 +198,36 @@ def _busy_ms(paced: Sequence[_Paced], waits: Sequence[Span]) -> dict[Line, float
 
 
 def _paced_cells(paced: Sequence[_Paced]) -> dict[Cell, float]:
-    """Return the cells of a step on a device."""
-    drained: Line | None = None  # Line that has waited until the device had no work left.
-    left_ms = 0.0  # Work that was queued before this wait, less the idle time it has explained.
-    # Twice, because a queue that is drained at the end of a step explains the start of the next.
+    """Return the cells of a step on a device.
+
+    For example, 14 ms of work are queued, and a line waits for its end, as `.item()` does. If the
+    next line then takes the host 2 ms, the device idles for 2 ms. Without the wait, it would still
+    have had work, so these 2 ms are time of the waiting line. They are called `IDLE`. After 14 ms
+    of idle time, the queue would have been empty even without the wait.
+    """
+    waiting: Line | None = None  # Line that has waited until the device had no work left.
+    avoidable_ms = (
+        0.0  # Idle time that the wait may still explain: at first, the work in the queue.
+    )
+    # Twice, because a queue that is empty at the end of a step explains the start of the next. The
+    # second pass starts with the state at the end of the first, whose cells are dropped.
     for _ in range(2):
         cells: dict[Cell, float] = defaultdict(float)
         for interval, (lag_before, lag_after) in paced:
             ms = max(interval.end_ms - interval.start_ms, 0.0)
             if lag_after >= MAX_IDLE_LAG_MS:
                 cells[Cell(interval.line, interval.phase, GPU)] += ms
-                drained = None
+                waiting = None
                 continue
             # The device waited for the second mark, whose own time is not the line's.
             ms = max(ms - (interval.marked_ns - interval.end_ns) / 1e6, 0.0)
-            if drained is not None:
-                # With its work still queued, the device would not have waited here.
-                idle_ms = min(ms, left_ms)
-                left_ms -= idle_ms
+            if waiting is not None:
+                idle_ms = min(ms, avoidable_ms)
+                avoidable_ms -= idle_ms
                 ms -= idle_ms
-                cells[Cell(drained, interval.phase, IDLE)] += idle_ms
+                cells[Cell(waiting, interval.phase, IDLE)] += idle_ms
             if ms:
                 cells[Cell(interval.line, interval.phase, HOST)] += ms
             if lag_before >= _MIN_DRAINED_MS:
-                drained, left_ms = interval.line, lag_before
+                waiting, avoidable_ms = interval.line, lag_before
     return cells

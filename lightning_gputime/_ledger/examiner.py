@@ -42,27 +42,16 @@ _MAX_COST_SHARE, _MIN_RUN_STEPS = 0.002, 1_000
 _MAX_LONG = 3  # Maximum number of steps that are examined because they are expected to be long.
 
 
-def next_recurrence(recurrence: tuple[int, int], first: int) -> int:
-    """Return the index of the next long step from `first` on.
-
-    `recurrence` is the index of a long step, and the expected distance to the next.
-    """
-    last, distance = recurrence
-    return last + max(math.ceil((first - last) / max(distance, 1)), 1) * distance
-
-
 class ExaminationSchedule:
     """Choice of the steps that are examined, by their index, which counts all steps from 0.
 
     Args:
-        next_long: Returns the index of a long step and the expected distance to the next; None if
-            no long step is expected.
+        next_long: Returns the index of the next expected long step from an index on; infinity if
+            there is none.
         is_distributed: True if all ranks must examine the same steps. Then only the index decides.
     """
 
-    def __init__(
-        self, next_long: Callable[[], tuple[int, int] | None], *, is_distributed: bool
-    ) -> None:
+    def __init__(self, next_long: Callable[[int], float], *, is_distributed: bool) -> None:
         self._next_long, self._is_distributed = next_long, is_distributed
         self._n_soon = 0  # Number of steps that `examine_more` still has to examine.
         # Costs in units of a usual step. A step that is expected to be long counts as the step
@@ -106,29 +95,22 @@ class ExaminationSchedule:
             self.next_index = index + _DISTANCE
             return
         later = [first for first in _FIRST if first > index]
-        self.next_index = later[0] if later else self._choose_after_first(index)
-
-    def _choose_after_first(self, index: int) -> int:
-        """Return the index of the next step to examine, once the first steps were examined.
-
-        Set `expects_long` if it is a step that is expected to be long.
-        """
-        following = int(index * _GROWTH) + 1
+        if later:
+            self.next_index = later[0]
+            return
+        self.next_index = following = int(index * _GROWTH) + 1
         if self._is_distributed:
-            return following
+            return
         cost = self._total_cost + self._newest_cost  # With the next examined step.
         if cost > _MAX_COST_SHARE * max(following, _MIN_RUN_STEPS):
             first_affordable = int(cost / _MAX_COST_SHARE) + 1
-            return max(following, first_affordable)
-        recurrence = self._next_long()
-        if recurrence is None or self._n_long >= _MAX_LONG:
-            return following
-        # The step after an examined step cannot be examined: the device has no work queued there.
-        next_long = next_recurrence(recurrence, index + 2)
-        if next_long >= following:
-            return following
-        self.expects_long = True
-        return next_long
+            self.next_index = max(following, first_affordable)
+        elif self._n_long < _MAX_LONG:
+            # The step after an examined step cannot be examined: the device has no work queued
+            # there.
+            next_long = self._next_long(index + 2)
+            self.expects_long = next_long < following
+            self.next_index = min(next_long, following)
 
 
 class Examiner:

@@ -15,11 +15,11 @@ from lightning_gputime._ledger.cells import (
     Cell,
     ExaminedStep,
     Span,
-    base_of,
     examined_step,
+    functions_around,
 )
 from lightning_gputime._ledger.pace import PaceSums
-from lightning_gputime._ledger.places import Line, Operations
+from lightning_gputime._ledger.places import FunctionKey, Line, Operations
 from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._phases import StepRecord
@@ -55,14 +55,14 @@ class OutsideLines:
         # About the occurrence that is examined.
         self._entry = ""
         self._start_ns = 0
-        self._first_line: Line | None = None  # Line that ran at the start.
+        self._loops: frozenset[FunctionKey] = frozenset()  # Functions that ran at the start.
         self._line: Line | None = None  # Line that is running.
         self._marked_ns = 0  # Host time after the newest mark, from which `_line` has run.
         self._ms: dict[Line, float] = defaultdict(float)
         self._calls: Counter[Line] = Counter()
 
     def __getstate__(self) -> dict[str, Any]:
-        cleared = dict.fromkeys(("_now_ns", "_watch", "_line", "_first_line"))
+        cleared = dict.fromkeys(("_now_ns", "_watch", "_line"))
         return {**self.__dict__, **cleared, "functions": ()}
 
     def switch_to(self, entry: str) -> None:
@@ -97,7 +97,7 @@ class OutsideLines:
         if reason:
             self._watch = None
             return
-        self._line = self._first_line = watch.line
+        self._line, self._loops = watch.line, functions_around(watch.line)
         self._marked_ns = self._now_ns()
 
     def _end(self) -> None:
@@ -109,8 +109,8 @@ class OutsideLines:
         if self._line is not None and self._now_ns is not None:
             self._ms[self._line] += (self._now_ns() - self._marked_ns) / 1e6
         cells = {Cell(line, self._entry, HOST): ms for line, ms in self._ms.items()}
-        number, base = self._n[self._entry], base_of(self._first_line)
-        self.occurrences.append(ExaminedStep(number, cells, dict(self._calls), base))
+        occurrence = ExaminedStep(self._n[self._entry], cells, dict(self._calls), self._loops)
+        self.occurrences.append(occurrence)
 
     def _mark(self, line: Line, starts: bool) -> None:
         """End the time of the line before, because `line` runs from now on; see `LineWatch`."""
@@ -173,7 +173,7 @@ class Ledger:
         self.trained_tensors: dict[int, int] = {}
         """Number of tensors whose gradients backward computed in each examined step, by the number
         that the step is logged under."""
-        self.busy_functions: set[tuple[str, str, int]] = set()
+        self.busy_functions: set[FunctionKey] = set()
         """Keys of functions with lines that run too often to be followed; set by the session."""
         self.unavailable = ""
         """Reason why lines cannot be followed; empty if they can. Set by the session."""

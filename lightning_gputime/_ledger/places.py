@@ -1,5 +1,6 @@
 """Places in the user's code: functions in the context of their callers, and their lines."""
 
+from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -16,13 +17,16 @@ class Operations(NamedTuple):
     float32_products: int = 0  # Matrix products in float32, without autocast.
 
 
+FunctionKey = tuple[str, str, int]
+"""Identity of a function in any context: its file, its name and its first line."""
+
+
 def name_of(code: CodeType) -> str:
     """Return the qualified name of a function, without the functions around its definition."""
     return code.co_qualname.rpartition("<locals>.")[2]
 
 
-def key_of(code: CodeType) -> tuple[str, str, int]:
-    """Return the identity of a function in any context: its file, its name and its first line."""
+def key_of(code: CodeType) -> FunctionKey:
     return code.co_filename, name_of(code), code.co_firstlineno
 
 
@@ -82,8 +86,7 @@ class Function:
         return None, {name: getattr(self, name) for name in self.__slots__} | {"code": None}
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """See `key_of`."""
+    def key(self) -> FunctionKey:
         return self.file, self.name, self.first_line
 
     def line_at(self, number: int) -> Line:
@@ -91,3 +94,11 @@ class Function:
         if line is None:
             line = self.lines[number] = Line(self, number)
         return line
+
+
+def lines_in(file: str, first: int, last: int) -> str:
+    """Return a range of lines of a file, such as "train.py:63-70"."""
+    path = Path(file)
+    # The cell of a notebook is a file such as /tmp/ipykernel_71/3747189239.py.
+    name = "cell" if path.parent.name.startswith("ipykernel_") else path.name
+    return f"{name}:{first}-{last}" if last > first else f"{name}:{first}"

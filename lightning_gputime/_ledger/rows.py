@@ -13,23 +13,32 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
-from lightning_gputime._ledger.places import Function, Line, Operations
+from lightning_gputime._ledger.places import Function, FunctionKey, Line, Operations, lines_in
 from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, FORWARD, of_one_callback
 
+# Which lines have a row, see `_RowChoice`. These fractions give tables of about ten rows.
 _MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
 _MIN_DEEPER = 0.7  # A function that takes this fraction of its caller explains the caller's time.
 _MIN_LINE = 0.6  # A line that takes this fraction of a function stands for the function.
+_MAX_ROWS = 60
+_MIN_MS = 0.0005  # Shorter times would be shown as 0.
+
 _MIN_EVIDENCE = 0.5  # Examined steps must show this fraction of a phase's time to divide all of it.
 LONG_STEP = 1.5
 """A step is long if it takes at least this multiple of the median."""
-_MAX_ROWS = 60
-_MIN_MS = 0.0005  # Shorter times are left out.
-# A line has grown if each of the last examined steps has this multiple of its time in the first.
-_MIN_GROWTH = 1.25
+
+# Which lines have grown, see `_growth`.
 _N_FIRST, _N_LAST = 3, 2  # Number of the first and of the last examined steps to compare.
+_MIN_GROWTH = 1.25  # Each of the last steps has this multiple of the longest of the first.
 _MIN_RANK_CORRELATION = 0.7  # Of the time and the number of the step, over all examined steps.
+
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+def t95(freedom: int) -> float:
+    """Return half the width of a 95 % interval, in standard errors: 12.71, 4.30, ..., 1.96."""
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +150,7 @@ class LineRow:
     @property
     def where(self) -> str:
         """Lines, such as "train.py:63-70"; empty if unknown."""
-        if not self.file:
-            return ""
-        last = f"-{self.last_line}" if self.last_line > self.line else ""
-        path = Path(self.file)
-        # The cell of a notebook is a file such as /tmp/ipykernel_71/3747189239.py.
-        name = "cell" if path.parent.name.startswith("ipykernel_") else path.name
-        return f"{name}:{self.line}{last}"
+        return lines_in(self.file, self.line, self.last_line) if self.file else ""
 
     def __str__(self) -> str:
         """Return the code, such as "`EMA.update` (ema.py:12)"."""
@@ -181,7 +184,7 @@ def line_rows(
     outside: frozenset[tuple[str, str]] = frozenset(),
     modules: Mapping[tuple[str, int], str] | None = None,
     operations: Mapping[Line, Operations] | None = None,
-    busy_functions: AbstractSet[tuple[str, str, int]] = frozenset(),
+    busy_functions: AbstractSet[FunctionKey] = frozenset(),
     entry: str = "",
 ) -> tuple[LineRow, ...]:
     """Return the rows of the examined steps, scaled to the times of all steps, the longest first.
@@ -198,22 +201,24 @@ def line_rows(
         busy_functions: Keys of functions with lines that run too often to be followed.
         entry: Entry of the time breakdown outside of steps; empty for steps.
     """
+    # Scale the examined steps to the times of all steps, and take their mean.
     weights = _weights(steps, median_ms, long_share)
     factors, not_shown = _factors(steps, weights, targets)
-    scaled: list[dict[Cell, float]] = []  # Times of each step, scaled to the times of all steps.
-    for step in steps:
-        cells_ms = {
-            cell: ms for cell, ms in step.cells_ms.items() if cell.phase != EVALUATION_IN_STEP
-        }
-        scaled.append(
-            {cell: ms * factors.get(_paced_phase(cell), 1.0) for cell, ms in cells_ms.items()}
-        )
+    scaled: list[dict[Cell, float]] = []
     mean_ms: dict[Cell, float] = defaultdict(float)
-    for cells, weight in zip(scaled, weights, strict=True):
-        for cell, ms in cells.items():
+    for step, weight in zip(steps, weights, strict=True):
+        cells_ms = {
+            cell: ms * factors.get(_paced_phase(cell), 1.0)
+            for cell, ms in step.cells_ms.items()
+            if cell.phase != EVALUATION_IN_STEP
+        }
+        scaled.append(cells_ms)
+        for cell, ms in cells_ms.items():
             mean_ms[cell] += weight * ms
     _move_recomputation(mean_ms)
-    loops = frozenset().union(*(step.base | step.spans for step in steps))
+
+    # Choose the row of each cell.
+    loops = frozenset().union(*(step.loops for step in steps))
     choice = _RowChoice(mean_ms, loops, busy_functions)
     drafts: dict[_RowKey, _Draft] = {}
     keys: dict[Cell, _RowKey] = {}
@@ -230,16 +235,13 @@ def line_rows(
             drafts[key] = _Draft(key, function, entry, is_rest)
         drafts[key].add(cell, ms)
         keys[cell] = key
+
     _add_each_step(drafts, keys, mean_ms, steps, scaled)
     steps_ms = [sum(cells.values()) for cells in scaled]
+    calls = _mean([step.calls for step in steps], weights)
+    busy_ms = _mean([step.busy_ms for step in steps], weights)
     rows = [
-        draft.row(
-            _mean([step.calls for step in steps], weights),
-            _mean([step.busy_ms for step in steps], weights),
-            _growth(draft.each_ms, steps_ms),
-            modules or {},
-            operations or {},
-        )
+        draft.row(calls, busy_ms, _growth(draft.each_ms, steps_ms), modules or {}, operations or {})
         for draft in drafts.values()
     ]
     rows += [
@@ -254,13 +256,10 @@ class _RowKey(NamedTuple):
     """Identity of a row."""
 
     trainer: str  # Name of the trainer or its hook, if no code of the user ran; else empty.
-    function: "_FunctionKey | None" = None
+    function: FunctionKey | None = None
     line: int = 0  # Number of the line; 0 for all lines of the function.
     is_recomputed: bool = False
 
-
-_FunctionKey = tuple[str, str, int]
-"""Identity of a function in any context, from `Function.key`."""
 
 _PacedPhase = tuple[str, bool]
 """A phase, and True for the part of it in which the GPU set the pace."""
@@ -317,6 +316,9 @@ def _add_each_step(
 def _growth(each_ms: Sequence[float], steps_ms: Sequence[float]) -> tuple[float, float]:
     """Return the time of a row in the first and in the last steps if it has certainly grown.
 
+    For example, a row takes 4, 5, 4, 6, 8 and 9 ms in six examined steps, and the rest of each step
+    30 ms. The means are 4.3 and 8.5 ms. It has grown, because 8 ms exceed 1.25 times 5 ms.
+
     Args:
         each_ms: Time of the row in each examined step.
         steps_ms: Time of each examined step.
@@ -355,16 +357,17 @@ def _move_recomputation(cells_ms: dict[Cell, float]) -> None:
 
     Backward runs each checkpointed function a second time, which takes as long as in forward. The
     marks in backward do not tell this time from that of its gradients, nor by which of several
-    checkpoints a function runs.
+    checkpoints a function runs. For example, a block takes 3 ms in forward and 9 ms in backward: 3
+    of these 9 ms are moved.
     """
     # Time in forward of each function inside a checkpoint, by its outermost checkpoint.
-    forward_ms: dict[_FunctionKey, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
+    forward_ms: dict[FunctionKey, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
     for cell, ms in cells_ms.items():
         if cell.phase.partition("/")[0] == FORWARD and cell.place.function is not None:
             around = (function for function, _ in cell.place.path if _is_checkpoint(function))
             if (outermost := next(around, None)) is not None:
                 forward_ms[cell.place.function.key][outermost.whole] += ms
-    backward = defaultdict[_FunctionKey, list[Cell]](list)
+    backward = defaultdict[FunctionKey, list[Cell]](list)
     for cell in cells_ms:
         if cell.phase.partition("/")[0] == BACKWARD and cell.place.function is not None:
             backward[cell.place.function.key].append(cell)
@@ -404,7 +407,8 @@ def _weights_by_distance(indices: Sequence[int]) -> list[float]:
     """Return the weights of examined steps if each counts for the steps around it.
 
     Two neighbors share the steps between them. The first and the last step count for as many steps
-    on their outer side as on their inner side.
+    on their outer side as on their inner side. For example, the steps 10, 20 and 40 count for the
+    steps from 5 to 15, 15 to 30 and 30 to 50, with the weights 10/45, 15/45 and 20/45.
     """
     middles = [(a + b) / 2 for a, b in pairwise(indices)]
     start = indices[0] - (indices[1] - indices[0]) / 2
@@ -417,6 +421,10 @@ def _factors(
     steps: Sequence[ExaminedStep], weights: Sequence[float], targets: Targets
 ) -> tuple[dict[_PacedPhase, float], dict[str, tuple[float, float]]]:
     """Return the factors that scale examined times to the times of all steps.
+
+    For example, `forward` takes 10 ms per step, of which the GPU paces 8 and the host 2. If
+    examined steps show 9 and 3 ms, the factors are 8/9 and 2/3. If they show 3 and 9 ms, too little
+    of it is GPU-paced, and both factors are 10/12.
 
     Returns:
         The factors. And for each phase, the time that no examined step shows: GPU-paced and
@@ -472,6 +480,12 @@ class _RowChoice:
     - or it takes enough time, and it is part of the model,
     - or it takes enough time, and most of the time of its caller.
 
+    For example, `main` calls `train` (99 % of its time), which calls `model.forward` (60 %) and
+    `log` (1 %). `train` is the loop, `forward` has a row, and `log` belongs to its line in `train`.
+
+    Each line of a loop or a model with enough time has its own row. All other lines of a function
+    share a row, which names the longest of them if that takes most of the function's time.
+
     Args:
         cells_ms: Time of each cell.
         loops: Functions that contain the loop, or parts of more than one phase.
@@ -481,23 +495,20 @@ class _RowChoice:
     def __init__(
         self,
         cells_ms: Mapping[Cell, float],
-        loops: AbstractSet[tuple[str, str, int]],
-        busy: AbstractSet[tuple[str, str, int]],
+        loops: AbstractSet[FunctionKey],
+        busy: AbstractSet[FunctionKey],
     ) -> None:
         self._loops, self._busy = loops, busy
-        self._all_ms = sum(cells_ms.values())
-        # A function has the same key in each context.
-        self._trained = set[Function]()  # Functions that have a backward in their context.
-        self._trained_keys = set[_FunctionKey]()  # The same, in any context.
-        self._ms: dict[_FunctionKey, float] = defaultdict(float)  # With the functions it calls.
+        self._min_row_ms = _MIN_ROW * sum(cells_ms.values())
+        # Times of functions, including the functions that they call, in all contexts.
+        self._ms: dict[FunctionKey, float] = defaultdict(float)
+        # The same, without backward; and the part of it in forward.
+        self._before_backward_ms: dict[FunctionKey, float] = defaultdict(float)
+        self._forward_ms: dict[FunctionKey, float] = defaultdict(float)
         # Time of a function when a caller calls it, by the keys of the caller and the function.
-        self._called_ms: dict[tuple[_FunctionKey, _FunctionKey], float] = defaultdict(float)
-        # Time of each function by top-level phase, without backward.
-        self._phases_ms: dict[_FunctionKey, dict[str, float]]
-        self._phases_ms = defaultdict(lambda: defaultdict(float))
-        # Time of each function that has a row, by its lines.
-        self._lines_ms: dict[_FunctionKey, dict[int, float]]
-        self._lines_ms = defaultdict(lambda: defaultdict(float))
+        self._called_ms: dict[tuple[FunctionKey, FunctionKey], float] = defaultdict(float)
+        # Functions that have a backward: in their context, and in any context.
+        self._trained, self._trained_keys = set[Function](), set[FunctionKey]()
         for cell, ms in cells_ms.items():
             phase = cell.phase.partition("/")[0]
             functions = [function for function, _ in cell.place.path]
@@ -508,10 +519,14 @@ class _RowChoice:
             for key in {*keys}:  # A function that calls itself counts once.
                 self._ms[key] += ms
                 if phase != BACKWARD:
-                    self._phases_ms[key][phase] += ms
+                    self._before_backward_ms[key] += ms
+                if phase == FORWARD:
+                    self._forward_ms[key] += ms
             for caller, called in pairwise(keys):
                 self._called_ms[caller, called] += ms
-        # `_innermost_with_row` needs all of the sums above.
+        # Time of each function that has a row, by its lines. It needs the sums above.
+        self._lines_ms: dict[FunctionKey, dict[int, float]]
+        self._lines_ms = defaultdict(lambda: defaultdict(float))
         for cell, ms in cells_ms.items():
             function, number = self._innermost_with_row(cell.place)
             if function is not None:
@@ -526,21 +541,16 @@ class _RowChoice:
         if function is None:
             return None, 0
         lines_ms = self._lines_ms[function.key]
-        total_ms = sum(lines_ms.values())
         longest = max(lines_ms, key=lines_ms.__getitem__)
-        # The lines of a loop or a model have a row each; but in a busy function, some lines have
-        # the time of other lines.
-        is_split = self.is_loop(function) or self._is_model(function)
-        if is_split and function.key not in self._busy:
-            if lines_ms[number] >= _MIN_ROW * self._all_ms:
+        is_dominant = lines_ms[longest] >= _MIN_LINE * sum(lines_ms.values())
+        # In a busy function, some lines have the time of other lines.
+        if function.key not in self._busy and (self.is_loop(function) or self._is_model(function)):
+            if lines_ms[number] >= self._min_row_ms:
                 return function, number
-            # The other lines share a row, unless the longest line stands for them, too.
-            are_others_short = total_ms - lines_ms[longest] < (1 - _MIN_LINE) * total_ms
-            has_row = lines_ms[longest] >= _MIN_ROW * self._all_ms
-            stands_for_all = has_row and are_others_short and not self.is_loop(function)
-        else:
-            stands_for_all = lines_ms[longest] >= _MIN_LINE * total_ms
-        return function, longest if stands_for_all else 0
+            # The other lines of a loop are a row of their own, even if one line is dominant.
+            has_row = lines_ms[longest] >= self._min_row_ms
+            is_dominant = is_dominant and has_row and not self.is_loop(function)
+        return function, longest if is_dominant else 0
 
     def _innermost_with_row(self, place: Line) -> tuple[Function | None, int]:
         """Return the innermost function with a row, and its line that leads to a place."""
@@ -560,7 +570,7 @@ class _RowChoice:
         # The rules are in the docstring of the class.
         if self.is_loop(function):
             return True
-        if self._ms[function.key] < _MIN_ROW * self._all_ms:
+        if self._ms[function.key] < self._min_row_ms:
             return False
         if self.is_loop(caller) or self._is_model(function):
             return True
@@ -573,8 +583,7 @@ class _RowChoice:
 
     def _is_model(self, function: Function) -> bool:
         """Return True if at least half of a function's time without backward is in forward."""
-        phases_ms = self._phases_ms[function.key]
-        return phases_ms.get(FORWARD, 0.0) >= 0.5 * sum(phases_ms.values()) > 0
+        return self._forward_ms[function.key] >= 0.5 * self._before_backward_ms[function.key] > 0
 
 
 class _Draft:
@@ -608,10 +617,7 @@ class _Draft:
             if sum(ms.values()) >= _MIN_MS
         }
         n = len(self.excess_ms)
-        error_ms = 0.0
-        if n > 1:
-            t = _T95[min(n - 1, len(_T95)) - 1]
-            error_ms = t * stdev(self.excess_ms) / math.sqrt(n)
+        error_ms = t95(n - 1) * stdev(self.excess_ms) / math.sqrt(n) if n > 1 else 0.0
         key, function = self._key, self._function
         if function is None:
             return LineRow(
@@ -621,7 +627,9 @@ class _Draft:
                 error_ms=error_ms,
                 is_rest=self._is_rest,
             )
-        first, last = self._lines_of(function)
+        numbers = [key.line] if key.line else []  # Lines that the row covers.
+        for place in self._places if not key.line else ():
+            numbers += [n for called, n in place.path if called.key == function.key and n]
         longest = max(self._places, key=self._places.__getitem__)
         path = []
         for caller, line in longest.path:
@@ -639,8 +647,8 @@ class _Draft:
         return LineRow(
             function.name,
             function.file,
-            first,
-            last,
+            min(numbers, default=function.first_line),
+            max(numbers, default=function.first_line),
             phases,
             entry=self._entry,
             error_ms=error_ms,
@@ -658,15 +666,3 @@ class _Draft:
             grew_from_ms=growth[0],
             grew_to_ms=growth[1],
         )
-
-    def _lines_of(self, function: Function) -> tuple[int, int]:
-        """Return the first and the last line of the function that the row covers."""
-        if self._key.line:
-            return self._key.line, self._key.line
-        numbers = [
-            number
-            for place in self._places
-            for called, number in place.path
-            if called.key == function.key and number
-        ] or [function.first_line]
-        return min(numbers), max(numbers)

@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_gputime._compat.python_ import is_user_code, user_frames
-from lightning_gputime._ledger.places import CALLS, LINES, NOTHING, Function, Line, key_of
+from lightning_gputime._ledger.places import (
+    CALLS,
+    LINES,
+    NOTHING,
+    Function,
+    FunctionKey,
+    Line,
+    key_of,
+)
 
 _MIN_EVENTS = 64  # A line keeps its events for this many executions in a step, whatever they cost.
 
 
 _LineId = tuple[int, int]
 """Id of the code of a function, and number of a line; line 0 is a call of the function."""
-
-
-class _Source(Protocol):
-    """Source of line events."""
-
-    def start(self, frames: list[FrameType]) -> None: ...
-    def follow(self, code: CodeType, detail: int) -> None: ...
-    def stop(self, thread: int) -> None: ...
 
 
 class LineWatch:
@@ -64,9 +64,9 @@ class LineWatch:
         self._events: Counter[_LineId] = Counter()  # Number of events.
         # Lines that run too often to be followed. Their time belongs to the line before them.
         self._ignored: set[_LineId] = set()
-        self.busy_functions: set[tuple[str, str, int]] = set()
+        self.busy_functions: set[FunctionKey] = set()
         """Keys of the functions of these lines."""
-        self._source: _Source | None = None
+        self._source: _Monitoring | _Tracing | None = None
 
     @property
     def is_on(self) -> bool:
@@ -109,7 +109,7 @@ class LineWatch:
             if self.details[id(code)] == LINES:
                 function, _ = self._stack[-1]
                 self._stack[-1] = function, function.line_at(running.f_lineno or 0)
-        source: _Source = _Tracing() if _MONITORING is None else _Monitoring(self)
+        source = _Tracing() if _MONITORING is None else _Monitoring(self)
         try:
             # Ctrl-C may come at any line.
             self._source, _running = source, self
@@ -169,9 +169,6 @@ class LineWatch:
         if id(code) not in self.details:
             self._codes.append(code)
         self.details[id(code)] = detail
-
-    def is_followed(self, code: CodeType) -> bool:
-        return self.details.get(id(code), NOTHING) != NOTHING
 
     def is_ignored(self, code: CodeType, number: int) -> bool:
         """Return True if a line runs too often to be followed."""
@@ -380,7 +377,7 @@ class _Monitoring:
         return self._watch.guard(self._watch.reach, code, number)
 
     def _on_return(self, code: CodeType, _: int, __: object) -> None:
-        if self._watch.is_followed(code):
+        if self._watch.details.get(id(code), NOTHING) != NOTHING:
             self._watch.guard(self._watch.leave, code)
 
 

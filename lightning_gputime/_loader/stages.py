@@ -466,7 +466,7 @@ class WorkerTimer:
         self._lines = None
         rows = line_rows(lines.occurrences, trainer="", entry=WORKERS)
         # Forked workers start below the line that has created the iterator.
-        base = {(file, name) for file, name, _ in lines.occurrences[0].base}
+        base = {(file, name) for file, name, _ in lines.occurrences[0].loops}
         named = [row for row in rows if row.file and (row.file, row.function) not in base]
         found = [
             (row.function, row.file, row.line, row.last_line, row.ms) for row in named[:_MAX_LINES]

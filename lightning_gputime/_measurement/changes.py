@@ -30,13 +30,15 @@ _SHORT_RUN = 10  # Runs with fewer segments need a larger change.
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
-_COST_OF_POSITION, _NOISE_OF_STRETCH = 6.0, 2.0  # See `_costs`.
-_CORRELATIONS = np.linspace(0.0, 0.95, 20)
+_CORRELATIONS = np.linspace(0.0, 0.95, 20)  # Of neighbors in noise, from which the best is taken.
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """Lasting change of the step time relative to the start of the run."""
+    """Lasting change of the step time relative to the start of the run.
+
+    Usually steps got slower. If they got faster, `change` is negative.
+    """
 
     # "jump" between two levels, "trend" if the change is gradual, "stretch" if it has ended.
     kind: str
@@ -181,15 +183,23 @@ class StepSeries:
 
         Any thread may call it while another thread adds segments.
         """
+        # Segments of similar size, without the warm-up and outliers
         all_segments = self._segments.copy()
         segments = _merge_small(all_segments)
         if len(segments) < _MIN_SEGMENTS:
             return None
-        segments = _without_warmup(segments)
+        # Drop first segments that get much faster, such as compilation: at most 40 % of the run.
+        max_warmup = max(1, min(int(0.4 * len(segments)), len(segments) - _MIN_SEGMENTS))
+        n = 0
+        while n < max_warmup and segments[n].mean_ms > 1.25 * segments[n + 1].mean_ms:
+            n += 1
+        segments = segments[n:]
         values_ms = np.array([segment.mean_ms for segment in segments])
         if values_ms.min() <= 0.0:
             return None
         values_ms = _clip_outliers(values_ms, _local_medians(values_ms))
+
+        # The change that fits best
         steps = np.array([segment.steps for segment in segments], dtype=float)
         edges = np.append(0.0, np.cumsum(steps))
         found = _fit(edges, values_ms)
@@ -235,15 +245,6 @@ def _merge_small(segments: Sequence[_Segment]) -> Sequence[_Segment]:
     return merged
 
 
-def _without_warmup(segments: Sequence[_Segment]) -> Sequence[_Segment]:
-    """Drop first segments that get much faster, such as compilation: at most 40 % of the run."""
-    max_n = max(1, min(int(0.4 * len(segments)), len(segments) - _MIN_SEGMENTS))
-    n = 0
-    while n < max_n and segments[n].mean_ms > 1.25 * segments[n + 1].mean_ms:
-        n += 1
-    return segments[n:]
-
-
 def _changes_of_phases(segments: Sequence[_Segment], shape: Floats) -> dict[str, float]:
     """Return by how much each phase changes per step, if it changes in the same way as the step.
 
@@ -276,8 +277,8 @@ def _local_medians(values: Floats) -> Floats:
 def _clip_outliers(values: Floats, expected: Floats) -> Floats:
     """Clip values to four standard deviations around the expected values."""
     away = values - expected
-    # The 80 % quantile of normal noise is about 1.3 standard deviations. The median would be zero
-    # if most segments are equal.
+    # 80 % of normal noise is within 1.3 standard deviations, so one is 0.75 times this quantile.
+    # The median would be zero if most segments are equal.
     max_away = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
     clipped: Floats = expected + np.clip(away, -max_away, max_away)
     return clipped
@@ -318,7 +319,7 @@ def _fit(edges: Floats, values: Floats) -> _Change:
     near = np.arange(-spacing, spacing + 1)
     for _ in range(2):
         candidates, shapes = _candidates(edges, firsts, lasts)
-        best = int(np.argmin(_costs(values, weights, candidates, shapes)))
+        best = int(np.argmin(_criterion(values, weights, candidates, shapes)))
         start, full, until = candidates[:, best].tolist()
         levels = _levels(values, shapes[best], weights)
         change = _Change(start, full, until, shapes[best], weights, *levels)
@@ -360,7 +361,10 @@ def _candidates(edges: Floats, firsts: Ints, lasts: Ints) -> tuple[Ints, Floats]
 
 
 def _shapes(edges: Floats, candidates: Ints) -> Floats:
-    """Return for each change (row) its fraction in each segment (column)."""
+    """Return for each change (row) its fraction in each segment (column).
+
+    For example, a jump in the middle of the second of four segments is 0, 0.5, 1 and 1.
+    """
     # Numbers of steps, as a column: one row per change.
     start, full, until = (edges[position][:, None] for position in candidates)
     # A change grows linearly from 0 at `start` to 1 at `full`, and falls back to 0 at `until`. Its
@@ -373,11 +377,13 @@ def _shapes(edges: Floats, candidates: Ints) -> Floats:
     return shapes
 
 
-def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) -> Floats:
-    """Return minus twice the log likelihood of each change, plus penalties.
+def _criterion(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) -> Floats:
+    """Return a number for each change that is smallest for the best, as with Akaike's criterion.
 
-    Each free position costs a constant. A change that ends before the run does, a stretch, costs
-    as much as noise that is larger by a factor of 2, because a few outliers look like one.
+    It is minus twice the log likelihood, `n log(variance of the noise)`, plus 6 for each position
+    that is free to choose. For example, in 40 segments, a jump that explains half of the variance
+    gains 40 log 2 = 28 for a penalty of 6. A stretch pays 28 more, so it must explain three
+    quarters: a few outliers look like one.
     """
     n, (start, full, until) = len(values), candidates
     weights = weights / weights.sum()
@@ -390,9 +396,9 @@ def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) ->
     floor = _NOISE_FLOOR**2 * float(weights @ values**2)
     # The start is free, unless it is that of the run, and so is the end of a trend.
     free_positions = (start > 0).astype(float) + ((full > start) & (full < n))
-    costs: Floats = n * np.log(noise + floor) + _COST_OF_POSITION * free_positions
-    costs += n * math.log(_NOISE_OF_STRETCH) * (until < n)
-    return costs
+    is_stretch = until < n
+    found: Floats = n * np.log(noise + floor) + 6.0 * free_positions + n * math.log(2) * is_stretch
+    return found
 
 
 def _levels(values: Floats, shape: Floats, weights: Floats) -> tuple[float, float]:
@@ -404,7 +410,12 @@ def _levels(values: Floats, shape: Floats, weights: Floats) -> tuple[float, floa
 
 
 def _relative_error(values: Floats, found: _Change) -> float:
-    """Return half the width of the 95 % interval of the change relative to the level before."""
+    """Return half the width of the 95 % interval of the change relative to the level before.
+
+    For example, with levels of 10 and 13 ms, each from 20 segments with a noise of 0.5 ms that do
+    not correlate: the error of a level is 0.5 / sqrt(20) = 0.11 ms, that of the ratio 1.3 is
+    0.11 / 10 * sqrt(1 + 1.3²) = 0.018, and half the width is 1.96 * 0.018 * (1 + 6 / 40) = 0.04.
+    """
     n, weights = len(values), found.weights
     residuals = np.sqrt(weights) * (values - found.fitted)
     squares = float(residuals @ residuals)
@@ -412,6 +423,7 @@ def _relative_error(values: Floats, found: _Change) -> float:
     # estimate in short runs.
     correlation = float(residuals[1:] @ residuals[:-1]) / squares if squares else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
+    # Three degrees of freedom are used up: both levels, and the start.
     variance = squares / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
     design = np.stack([np.ones(n), found.shape], axis=1)
     covariance = np.linalg.inv(design.T * weights @ design)
@@ -433,20 +445,25 @@ def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:
     before, after = values[shape <= 0.25], values[shape >= 0.75]
     if not len(before) or not len(after):  # The change is a single segment in a few.
         return False
+
+    # Size, as a logarithm, and the fraction of pairs of segments before and after it that are
+    # ordered like the two levels.
     size = math.log(after.mean() / before.mean())
+    ordered = np.mean(np.sign(size) * (after[:, None] - before) > 0.0)
     # A GPU that warms up gets a few percent slower or faster, so a change in the first 15 minutes
     # must be larger.
     full_at_ms = float(np.diff(edges)[: found.full] @ values[: found.full])
     min_size, min_ordered = 0.1 if full_at_ms < 900e3 else 0.05, 0.85
     if n < _SHORT_RUN:
-        min_size, min_ordered = 0.6, 1.0
-    # Compare each segment before the change with each segment after it.
-    is_ordered = np.sign(size) * (after[:, None] - before) > 0.0
-    if abs(size) < min_size or np.mean(is_ordered) < min_ordered:
+        min_size, min_ordered = 0.6, 1.0  # A few segments of noise may be ordered by chance.
+    if abs(size) < min_size or ordered < min_ordered:
         return False
-    # Minimum of twice the log likelihood ratio of a change with noise to noise alone. Correlated
-    # noise drifts by up to 4.5 / n in n segments, and at most by 0.19.
-    min_ratio = 28.0 if abs(size) < min(0.19, 4.5 / n) else min(6.0 + 0.5 * n, 22.0)
+
+    # Twice the log likelihood ratio of the change with noise to noise alone. Below the minimum are
+    # simulated steady runs (`tests/simulated_runs.py`). Correlated noise drifts by up to 4.5 / n in
+    # n segments, and at most by 0.19.
+    is_within_drift = abs(size) < min(0.19, 4.5 / n)
+    min_ratio = 28.0 if is_within_drift else min(6.0 + 0.5 * n, 22.0)
     logs = np.log(values)
     ratio = _autoregressive_cost(logs) - _autoregressive_cost(logs - np.log(fitted))
     return ratio >= min_ratio

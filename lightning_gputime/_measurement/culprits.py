@@ -5,9 +5,9 @@ The ledger (`_ledger`) names all other code.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar, cast
 
+from lightning_gputime._ledger.places import lines_in
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._loader import LoaderTimes, MadeBatch
 
@@ -28,11 +28,7 @@ class Source:
     function: str = ""  # Qualified name; "<module>" outside of functions.
 
     def __str__(self) -> str:
-        last = f"-{self.last_line}" if self.last_line > self.first_line else ""
-        path = Path(self.file)
-        # The cell of a notebook is a file such as /tmp/ipykernel_71/3747189239.py.
-        name = "cell" if path.parent.name.startswith("ipykernel_") else path.name
-        return f"{name}:{self.first_line}{last}"
+        return lines_in(self.file, self.first_line, self.last_line)
 
 
 @dataclass(frozen=True, slots=True)

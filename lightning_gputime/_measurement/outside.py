@@ -15,14 +15,14 @@ class OutsideCause:
     It does so more often than by chance, with a probability of at most 1 % for any false cause.
 
     Attributes:
-        kind: "thread", "process", "batch", "pressure" (on a resource of the machine) or "pages"
-            (swapped, or read for page faults).
+        kind: "thread", "process", "batch" or "pressure" (on a resource of the machine).
         name: Name for sentences, such as "thread `save`".
-        place: Function with file and line, process id, or further evidence; may be empty.
+        place: File and line of a thread, or id of a process; may be empty.
         share: Fraction of the excess that code in the loop does not explain, from 0 to 1.
         low: Lower end of the 95 % interval of `share`.
         high: Upper end of that interval.
         exposed: Fraction of all steps during which it happened.
+        padding: Of batches: fraction of the tokens that are padding; 0 if it is small or unknown.
     """
 
     kind: str
@@ -32,6 +32,7 @@ class OutsideCause:
     low: float
     high: float
     exposed: float
+    padding: float = 0.0
 
     @property
     def percent(self) -> str:
@@ -39,7 +40,9 @@ class OutsideCause:
         return f"{percent(self.share)} ({100 * self.low:.0f} to {100 * self.high:.0f} %)"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.place})" if self.place else self.name
+        padding = f"{percent(self.padding)} of the tokens are padding" if self.padding else ""
+        details = self.place or padding
+        return f"{self.name} ({details})" if details else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[str, str]]:
             yield "other_process", f"move {cause} to other cores or another machine: {because}"
         elif cause.kind == "batch":
             how = "group batches by length"
-            how += ", or pack sequences" if cause.place else ""
+            how += ", or pack sequences" if cause.padding else ""
             yield "batch_size", f"{how}: {cause} explain {cause.percent} of the unexplained excess"
         else:
             yield "shared_machine", f"find what causes {cause.name}: {because}"

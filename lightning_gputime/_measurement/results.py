@@ -190,15 +190,17 @@ class Results:
         The last of these steps has this number.
         """
         with self._lock:
-            self.untimed.settle(until)
-            self._extend_series(number)
+            self._extend_series(number, until)
 
-    def _extend_series(self, number: int) -> bool:
+    def _extend_series(self, number: int, until: int = 0) -> bool:
         """Add the steps up to this number as a segment of `series`, unless they are few.
 
-        Return True if a search for a slowdown is due.
+        First count the steps before the index `until` as untimed, unless they were read. Return
+        True if a search for a slowdown is due.
         """
         untimed, timed = self.untimed, self._segment_sums
+        if until:
+            untimed.settle(until)
         n = int(timed.step.n) + untimed.n - self._segment_untimed
         if n < MIN_STEPS:  # Wait for more steps.
             return False
@@ -229,8 +231,7 @@ class Results:
             if unsettled is not None:
                 return Estimate(unsettled)
             if until:
-                untimed.settle(until)
-                self._extend_series(number)
+                self._extend_series(number, until)
             estimate = untimed.estimate_since(untimed.logged)
             # Untimed steps before the first timed step cannot be estimated yet, so a later log
             # includes them.
@@ -359,7 +360,11 @@ class Results:
         before = [step for step in steps if step.number < since]
         after = [step for step in steps if step.number >= since]
         if before and after:
-            for name, count in (("backwards", _count_backwards), ("items", _count_items)):
+            counts: dict[str, Callable[[StepRecord], float]] = {
+                "backwards": lambda step: step.labels.count(AFTER_BACKWARD),
+                "items": lambda step: step.items,
+            }
+            for name, count in counts.items():
                 old, new = median(map(count, before)), median(map(count, after))
                 if new > old > 0:
                     return f"a step has {new:.0f} {name} since then, and {old:.0f} before"
@@ -371,14 +376,6 @@ class Results:
             change = f"{trained_after[-1]} tensors since then, and {trained_before[-1]} before"
             return f"backward computes gradients of {change}"
         return ""
-
-
-def _count_backwards(step: StepRecord) -> float:
-    return step.labels.count(AFTER_BACKWARD)
-
-
-def _count_items(step: StepRecord) -> float:
-    return step.items
 
 
 def phase_rows(
@@ -428,10 +425,11 @@ def phase_rows(
 def least_shares(times: npt.NDArray[Any], weights: npt.NDArray[np.float64]) -> dict[str, float]:
     """Return the fraction of the step that each phase takes in the half in which it takes less.
 
+    For example, if `data` takes 30 % of the first half of the run and 10 % of the second, 10 %.
     Empty with fewer than 10 timed steps per half. The arguments are those of `phase_rows`.
     """
     half = len(times) // 2
-    if half < 10:
+    if half < 10:  # A single long step would decide.
         return {}
     if not len(weights):
         weights = np.ones(len(times))

@@ -32,8 +32,8 @@ _WORDS: Mapping[str, str] = {
 }
 
 _MAX_KEPT = 1_000
-"""Once more than twice as many slow steps are stored, keep this many with the largest excess. Then
-sum the other explained steps, and drop every second of the other unexplained steps."""
+"""Once more than twice as many slow steps are stored, keep this many with the largest excess, and
+every second of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,7 @@ class SlowSummary:
     """Cost of slow steps for a run.
 
     The shares of causes are exact for up to 2,000 slow steps. With more slow steps, they are
-    estimated from the 1,000 steps with the largest excess and a sample of the others, unless all
-    steps were explained during training.
+    estimated from the 1,000 steps with the largest excess and a sample of the others.
     """
 
     n: int  # Number of slow steps.
@@ -159,7 +158,6 @@ class SlowSummary:
 class _Sums:
     """Sums over slow steps. Immutable, so that any thread may read them."""
 
-    n: int = 0
     excess_ms: float = 0.0
     unexplained_ms: float = 0.0
     kinds_ms: Mapping[str, float] = field(default_factory=dict)  # By kind of cause.
@@ -168,13 +166,12 @@ class _Sums:
 
     def plus(self, steps: Iterable[tuple[SlowStep, float]]) -> "_Sums":
         """Return the sums including more steps, each with a weight."""
-        n, excess_ms, unexplained_ms = self.n, self.excess_ms, self.unexplained_ms
+        excess_ms, unexplained_ms = self.excess_ms, self.unexplained_ms
         kinds_ms, names_ms, lost_ms = (
             defaultdict[Any, float](float, sums_ms)
             for sums_ms in (self.kinds_ms, self.names_ms, self.lost_ms)
         )
         for step, weight in steps:
-            n += 1
             excess_ms += weight * step.excess_ms
             unexplained_ms += weight * step.unexplained_ms
             for cause in step.causes:
@@ -183,7 +180,7 @@ class _Sums:
             for phase, causes_ms in step.lost_ms.items():
                 for name, ms in causes_ms.items():
                     lost_ms[phase, name] += weight * ms
-        return _Sums(n, excess_ms, unexplained_ms, kinds_ms, names_ms, lost_ms)
+        return _Sums(excess_ms, unexplained_ms, kinds_ms, names_ms, lost_ms)
 
 
 class SlowEvidence:
@@ -194,10 +191,6 @@ class SlowEvidence:
     def __init__(self, excess_ms: float, explain: Callable[[], SlowStep]) -> None:
         self.excess_ms = excess_ms
         self._step: SlowStep | Callable[[], SlowStep] = explain
-
-    @property
-    def is_explained(self) -> bool:
-        return isinstance(self._step, SlowStep)
 
     def explained(self) -> SlowStep:
         step = self._step  # Read it once, because several threads may call this.
@@ -211,13 +204,12 @@ class _Kept(NamedTuple):
 
     # In order, each with the number of slow steps that it represents, including dropped steps.
     steps: Sequence[tuple[SlowEvidence, float]] = ()
-    summed: _Sums = _Sums()  # Sums over explained steps that are not kept.
     n: int = 0  # Number of all slow steps.
     excess_ms: float = 0.0  # Excess of all slow steps.
 
     def sums(self) -> _Sums:
         """Return the sums over all slow steps. Causes are estimates if steps were dropped."""
-        return self.summed.plus((step.explained(), weight) for step, weight in self.steps)
+        return _Sums().plus((step.explained(), weight) for step, weight in self.steps)
 
 
 class SlowLog:
@@ -256,6 +248,7 @@ class SlowLog:
         self._has_baseline = has_baseline
         if not found:
             return ()
+        # For logs
         explained = [step.explained() for step in found] if self.is_followed else []
         # Logs that exclude some of the pending steps have been written by now, so the next log
         # includes all of them.
@@ -263,24 +256,19 @@ class SlowLog:
         # The first steps are compared late. Drop steps that an earlier log has already covered.
         self._pending = [step for step in explained if step.step > self._logged]
 
+        # For the summary, in bounded memory, see `_MAX_KEPT`
         kept = self._kept
-        steps, summed = [*kept.steps, *zip(found, repeat(1.0))], kept.summed
+        steps = [*kept.steps, *zip(found, repeat(1.0))]
         if len(steps) > 2 * _MAX_KEPT:
             # Indices of steps, the largest excess first.
             order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)
             largest, smaller = order[:_MAX_KEPT], order[_MAX_KEPT:]
-            summed = summed.plus(
-                (step.explained(), weight)
-                for step, weight in (steps[i] for i in sorted(smaller))
-                if step.is_explained
-            )
-            unexplained = [i for i in smaller if not steps[i][0].is_explained]
-            for i, dropped in zip(unexplained[::2], unexplained[1::2], strict=False):
-                # Add its weight to the unexplained step with the next larger excess.
+            for i, dropped in zip(smaller[::2], smaller[1::2], strict=False):
+                # Add its weight to the step with the next larger excess.
                 steps[i] = steps[i][0], steps[i][1] + steps[dropped][1]
-            steps = [steps[i] for i in sorted([*largest, *unexplained[::2]])]
+            steps = [steps[i] for i in sorted([*largest, *smaller[::2]])]
         excess_ms = kept.excess_ms + sum([step.excess_ms for step in found])
-        self._kept = _Kept(steps, summed, kept.n + len(found), excess_ms)
+        self._kept = _Kept(steps, kept.n + len(found), excess_ms)
         return explained
 
     @property
@@ -327,7 +315,7 @@ class SlowLog:
         sums = kept.sums()
         # If steps were dropped, the parts by cause are estimates. Scale them to add up to the total
         # excess, which is exact.
-        is_exact = len(kept.steps) + kept.summed.n == kept.n
+        is_exact = len(kept.steps) == kept.n
         total_ms = all_ms if is_exact else all_ms * sums.excess_ms / kept.excess_ms
         causes = sorted(sums.names_ms.items(), key=lambda item: item[1], reverse=True)
         lost: dict[str, dict[str, float]] = defaultdict(dict)

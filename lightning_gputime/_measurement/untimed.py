@@ -22,16 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._ledger.rows import LONG_STEP, t95
 from lightning_gputime._measurement.sums import STEP, PhaseSum, Sums
 from lightning_gputime._phases import StepRecord
 
-_LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
 _MAX_NEWEST = 4000  # Number of newest steps whose start and end are kept.
 # The host waits for the device if it does so for this fraction of the time of timed steps.
 MIN_WAIT_SHARE = 0.1
 _STRATA = 13  # Number of strata, including the ordinary steps.
-# Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 _MAX_UNSETTLED = 200  # Number of untimed steps that logs may leave unsettled.
 _BINS_PER_FACTOR_E = 50  # Bins of a histogram of durations are 2 % wide.
 
@@ -124,6 +122,17 @@ class _Gap(NamedTuple):
 _TOTAL = attrgetter("total")  # In C, because logs call it.
 
 
+class Recurrence(NamedTuple):
+    """Long steps that recur at a distance."""
+
+    last: int  # Index of a long step.
+    distance: int  # Expected number of steps from one to the next.
+
+    def next_from(self, first: int) -> int:
+        """Return the index of the next long step from `first` on."""
+        return self.last + max(math.ceil((first - self.last) / self.distance), 1) * self.distance
+
+
 Totals = Sequence[_Gap]
 """Untimed steps of each stratum since the start of a run."""
 
@@ -141,7 +150,8 @@ class _StepLengths:
     def add(self, took_ns: Sequence[float], timed: AbstractSet[int]) -> list[int]:
         """Add steps, and return the stratum of each: 0 for ordinary steps and unknown durations.
 
-        Durations are negative if unknown; `timed` has the indices of the timed steps.
+        For example, with a median of 10 ms, steps from 15 ms on are in stratum 1, and from 30 ms on
+        in stratum 2. Durations are negative if unknown; `timed` has the indices of the timed steps.
         """
         # One function, because it runs in the loop: calls would cost more than the work.
         self._untimed.extend([ns for i, ns in enumerate(took_ns) if ns >= 0 and i not in timed])
@@ -156,7 +166,7 @@ class _StepLengths:
                 # long. The first quartile ignores them.
                 added_ns = sorted(self._timed)[len(self._timed) // 4] - median_ns
             self._added_ns = min(max(added_ns, 0.0), 0.4e6)
-            self.long_ns = _LONG_STEP * max(median_ns, 1.0)
+            self.long_ns = LONG_STEP * max(median_ns, 1.0)
         without_timing_ns = took_ns
         if timed:  # Do not mistake them for long steps.
             added_ns = self._added_ns
@@ -211,8 +221,8 @@ class UntimedSteps:
         """True while the host waits for the device. Then durations of single steps are unknown."""
         self.n = 0
         """Number of settled untimed steps, without excluded steps."""
-        self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
-        self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
+        self._unsettled: list[StepRecord] = []  # Timed steps that were read, not yet settled.
+        self._n_unsettled_warmup = 0  # Number of steps at the start of this list that are warm-up.
         self._logged_until = 0  # Index of the first step after the last log.
         self.logged = self.totals
         """`totals` before this step, once it is settled."""
@@ -221,7 +231,7 @@ class UntimedSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         # `copy.copy` calls this, too. A copy must not change while steps are added.
-        changing = ("_strata_of_timed", "ends_ns", "_restarts", "_left_out", "newest", "_read")
+        changing = ("_strata_of_timed", "ends_ns", "_restarts", "_left_out", "newest", "_unsettled")
         state = {**self.__dict__, **{name: copy(vars(self)[name]) for name in changing}}
         return {**state, **deepcopy({name: state[name] for name in ("_step_lengths", "_strata")})}
 
@@ -250,11 +260,11 @@ class UntimedSteps:
         The first `warmup` steps represent no other steps. Return True if the statistics include the
         steps, False if a later call will add them.
         """
-        self._read += steps
-        self._n_warmup_read += warmup
-        n = self._read[-1].step_index + 1 - self._n_settled
+        self._unsettled += steps
+        self._n_unsettled_warmup += warmup
+        n = self._unsettled[-1].step_index + 1 - self._n_settled
         # Settling costs the same for one step and for a hundred, so collect steps.
-        if n < 50 and 2 * len(self._read) < n:
+        if n < 50 and 2 * len(self._unsettled) < n:
             return False
         self.settle()
         return True
@@ -262,16 +272,16 @@ class UntimedSteps:
     def settle(self, until: int = 0) -> None:
         """Add all steps up to the last timed step that was read, and all before index `until`.
 
-        In this order: durations of the steps (-1 if excluded), their strata, sums of each stratum,
-        and at last blocks of timed steps with the gaps of untimed steps before them.
-
-        One function, because it runs in the loop: calls would cost more than the work.
+        One function, because it runs in the loop: calls would cost more than the work. Its parts
+        are durations, strata, totals of strata, and at last blocks with the gaps before them.
         """
-        timed, n_warmup_read = self._read, self._n_warmup_read
-        self._read, self._n_warmup_read = [], 0
+        timed, n_warmup = self._unsettled, self._n_unsettled_warmup
+        self._unsettled, self._n_unsettled_warmup = [], 0
         if timed:
             until = max(until, timed[-1].step_index + 1)
-        if self._n_settled < self._logged_until < until:  # `log_unsettled` has logged steps.
+        if self._n_settled < self._logged_until < until:
+            # `log_unsettled` has logged some of these steps. Settle them first, and take the totals
+            # from which the next log counts.
             self.settle(self._logged_until)
             self.logged = self.totals
         first = self._n_settled
@@ -279,6 +289,8 @@ class UntimedSteps:
         if not n:
             return
         self._n_settled += n
+
+        # Durations. In the lists from here on, step `first` is at position 0.
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
         ends_ns = self.ends_ns[:n].tolist()
         del self.ends_ns[:n]
@@ -298,22 +310,25 @@ class UntimedSteps:
         self.newest.extend(newest)
         warmup_steps = min(max(self._warmup_steps - first, 0), n)
         took_ns[:warmup_steps] = [-1] * warmup_steps
-        # Positions in `took_ns`, which counts steps from `first` on.
-        timed_at: list[int] = []
+        self._histogram.update(
+            [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
+        )
+        self._max_ns = max(self._max_ns, *took_ns)
+
+        # Strata of all steps
+        timed_at: list[int] = []  # Positions of the timed steps.
         if timed:
             indices = [step.step_index for step in timed]
             timed_at = [index - first for index in indices if first <= index < first + n]
             device_ms = sum([sum(step.device_ms) for step in timed])
             waited_ms = sum([step.wait_ms for step in timed])
             self.is_gpu_bound = waited_ms >= MIN_WAIT_SHARE * device_ms
-
-        bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
-        self._histogram.update(bins)
-        self._max_ns = max(self._max_ns, *took_ns)
         strata = self._step_lengths.add(took_ns, {*timed_at})
         if self.is_gpu_bound:
             strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
+
+        # Totals of each stratum
         for k in {*strata}:
             stratum = self._strata[k]
             known_ns = [
@@ -328,9 +343,10 @@ class UntimedSteps:
                 self._strata[strata[i]].timed_n += 1
                 self._strata[strata[i]].timed_ns += took_ns[i]
 
-        # Add steps in order, because each block represents the untimed steps before it.
-        records = {step.step_index - first: step for step in timed[n_warmup_read:]}
-        start = 0
+        # Gaps and blocks, in order: a block represents the gaps since the block before it. Untimed
+        # steps end a block. The warm-up is in no block.
+        records = {step.step_index - first: step for step in timed[n_warmup:]}
+        start = 0  # First step that is in no gap and in no block yet.
         for i in [*timed_at, n]:
             if i > start:
                 self._end_block()
@@ -377,7 +393,13 @@ class UntimedSteps:
         """
         start, block = self._logged_until - self._n_settled, self._strata[0].last
         end = until - self._n_settled
-        if block is None or self.is_gpu_bound or self._read or self._restarts or self._left_out:
+        if (
+            block is None
+            or self.is_gpu_bound
+            or self._unsettled
+            or self._restarts
+            or self._left_out
+        ):
             return None
         if not 0 <= start < end <= min(len(self.ends_ns), _MAX_UNSETTLED):
             return None
@@ -415,7 +437,7 @@ class UntimedSteps:
             # Stratum 0 is no neighbor, because ordinary steps do not represent long steps.
             if 0 < other < _STRATA and strata[other].last is not None:
                 ratio = strata[other].mean_ns / max(strata[k].mean_ns, 1.0)
-                if 1 / _LONG_STEP < ratio < _LONG_STEP:
+                if 1 / LONG_STEP < ratio < LONG_STEP:
                     return strata[other].last
         return None
 
@@ -430,7 +452,8 @@ class UntimedSteps:
 
         Timing windows are moved onto long steps, so there are too many of them among the timed
         steps. The factor is the excess of long steps, as a fraction of the time of all steps,
-        divided by the same fraction of timed steps.
+        divided by the same fraction of timed steps. For example, if long steps cost 2 % of the time
+        of all steps, and 10 % of the time of timed steps, 0.2.
         """
         of_all = _excess_share([(each.n, each.ns) for each in self._strata])
         of_timed = _excess_share([(each.timed_n, each.timed_ns) for each in self._strata])
@@ -448,24 +471,30 @@ class UntimedSteps:
         p5_ms, p50_ms, p95_ms = percentiles(np.array(centers_ms), counts)
         return {"p5_ms": p5_ms, "p50_ms": p50_ms, "p95_ms": p95_ms, "max_ms": self._max_ns / 1e6}
 
-    def next_long(self) -> tuple[int, int] | None:
-        """Return the index of the last long step, and the expected number of steps to the next.
+    def next_long(self, first: int) -> float:
+        """Return the index of the next expected long step from `first` on; infinity without one."""
+        recurrence = self.recurrence()
+        return math.inf if recurrence is None else recurrence.next_from(first)
 
-        If long steps recur in several strata, choose the stratum in which a block of timed steps
-        represents the most untimed time. None if no long step has recurred.
+    def recurrence(self) -> Recurrence | None:
+        """Return how long steps recur; None if no long step has recurred.
+
+        If they recur in several strata, choose the stratum in which a block of timed steps
+        represents the most untimed time.
         """
         recurring = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
         if not recurring:
             return None
         chosen = max(recurring, key=lambda stratum: stratum.total.ms / (1 + stratum.blocks))
         distance = int(median(after - before for before, after in pairwise(chosen.newest)))
-        return chosen.newest[-1], max(distance, 1)
+        return Recurrence(chosen.newest[-1], max(distance, 1))
 
 
 def _excess_share(strata: Sequence[tuple[int, int]]) -> float:
     """Return the excess of long steps over ordinary steps, as a fraction of the time of all.
 
-    `strata` has the number of steps and their time (in nanoseconds) of each stratum.
+    `strata` has the number of steps and their time (in nanoseconds) of each stratum. For example,
+    with 90 steps that take 900 ns, and 10 long steps that take 300 ns: (300 - 10 * 10) / 1200.
     """
     n, ns = np.array(strata).T
     ordinary_ns = ns[0] / max(n[0], 1)
@@ -541,14 +570,15 @@ class _Stratum:
         errors_ms = {}
         if not self._differences:
             # A single block does not show how much blocks differ: use the maximum variance of a
-            # fraction.
+            # fraction, which is p (1 - p) for steps that consist of this phase or do not have it.
             ms2 = share_factor + time_factor * (last.ms / last.n) ** 2
             for name, share in last.device.items():
                 errors_ms[name] = 2 * math.sqrt(ms2 * (share * max(1 - share, 0.0)))
             return Estimate(sums, errors_ms)
-        # Successive differences have about two thirds of the degrees of freedom.
+        # Successive differences have about two thirds of the degrees of freedom: each block is in
+        # two of them. So 9 differences count as 6, for which t is 2.45.
         freedom = max(round(2 * self._differences / 3), 1)
-        t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
+        t = t95(freedom)
         for name, share_changes in self._squared_share_changes.items():
             time_changes = self._squared_time_changes[name]
             squares = share_factor * share_changes + time_factor * time_changes
@@ -558,8 +588,9 @@ class _Stratum:
     def _factors(self, block: _Block) -> tuple[float, float]:
         """Return the share factor and the time factor if a block represents the pending gap.
 
-        The estimate for the gap is scaled from a block of n steps, so its variance is that of the
-        mean of n steps. The phases of the gap vary, too: hence the sum of gap and block.
+        The total of a gap of g steps is estimated from a block of n. Both vary, so with the
+        variance s² of a step, the variance of the estimate is g² s² / n + g s² = s² g (g + n) / n.
+        For example, 5 timed steps for 95 untimed steps: s² 95 * 100 / 5 = 1900 s².
         """
         gap = self._pending
         ms2 = gap.ms * (gap.ms + block.ms) if gap.ms else 0.0

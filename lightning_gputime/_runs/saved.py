@@ -42,7 +42,7 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular
 
 FORMAT = "lightning_gputime run"
-VERSION, MINOR = 7, 1
+VERSION, MINOR = 7, 2
 _MAX_BYTES = 2**30  # Larger files are refused: a million steps take a tenth of this.
 _MIN_LEFTOVER_AGE_S = 60.0  # Another process may still write a younger temporary file.
 _MIN_INTERVAL_S = 10.0  # Minimum time between two files of a live run.

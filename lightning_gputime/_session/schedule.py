@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from lightning_gputime._ledger.examiner import next_recurrence
+from lightning_gputime._measurement.untimed import Recurrence
 from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepRecord
 
 GOLDEN = 0.6180339887498949
@@ -35,9 +35,8 @@ class Windows:
     interval: int = 1  # Number of steps in an interval; usually the steps between two logs.
     count: int = 1  # Number of windows in an interval.
     end_in_log: bool = False  # True if logs may be written at the end of each interval.
-    # Index of a long step and the distance to the next, as agreed by all ranks; None if each rank
-    # predicts its long steps.
-    recurrence: tuple[int, int] | None = None
+    # Long steps, as agreed by all ranks; None if each rank predicts its own.
+    recurrence: Recurrence | None = None
 
     @property
     def cover_all(self) -> bool:
@@ -69,12 +68,12 @@ class Schedule:
     half of the windows are moved: from the usual offset onto an expected long step. Some windows
     cover the end of an interval, where logs are written. All ranks compute the same offsets.
 
-    `next_long` returns the index of a long step and the expected distance to the next; None if no
-    long step is expected.
+    `next_long` returns the index of the next expected long step from an index on; infinity if there
+    is none.
     """
 
     def __init__(
-        self, windows: Windows, next_long: Callable[[], tuple[int, int] | None] = lambda: None
+        self, windows: Windows, next_long: Callable[[int], float] = lambda _: math.inf
     ) -> None:
         self.windows = windows
         self._next_long = next_long
@@ -110,7 +109,10 @@ class Schedule:
         windows, k = self.windows, self._next_part
         self._next_part += 1
         first, end = windows.part(k)
-        long_step = self._next_long_step(first) if self._may_move else math.inf
+        long_step = math.inf
+        if self._may_move:
+            agreed = windows.recurrence
+            long_step = self._next_long(first) if agreed is None else agreed.next_from(first)
         is_moved = long_step < end
         self._may_move = not is_moved
         if is_moved:
@@ -133,11 +135,6 @@ class Schedule:
         count = self.windows.count
         is_last = (k + 1) % count == 0
         return is_last and (k - self._first_part) // count % max(8 // count, 1) == 0
-
-    def _next_long_step(self, first: int) -> float:
-        """Return the index of the first expected long step from `first` on; infinity if none is."""
-        recurrence = self.windows.recurrence or self._next_long()
-        return math.inf if recurrence is None else next_recurrence(recurrence, first)
 
 
 class TimingCost:

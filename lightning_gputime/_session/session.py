@@ -1,5 +1,6 @@
 """Session of a timer: from attaching it to a loop until its removal."""
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from lightning_gputime._ledger.examiner import ExaminationSchedule, Examiner
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.untimed import Recurrence
 from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._output.loggers import MeanLog
@@ -156,7 +158,7 @@ class Session:
         # use the prediction of rank zero; see `_decide`.
         has_ranks, next_long = is_distributed(), self._untimed.next_long
         windows = Windows(interval=1 if n == AUTO else int(n))
-        self.schedule = Schedule(windows, (lambda: None) if has_ranks else next_long)
+        self.schedule = Schedule(windows, (lambda _: math.inf) if has_ranks else next_long)
         self._cost = TimingCost(clock.host_ns, means.every_n_steps if has_logs else None)
         store = open_store("agreement") if self._is_auto and options.sync_ranks else None
         rank = torch.distributed.get_rank() if store is not None else 0
@@ -584,9 +586,9 @@ class Session:
         n = self._cost.decide()
         recurrence = None  # See `Windows`.
         if self._agreement is not None:
-            n, *long_steps = self._agreement.agree([n, *(self._untimed.next_long() or ())])
+            n, *long_steps = self._agreement.agree([n, *(self._untimed.recurrence() or ())])
             if long_steps:
-                recurrence = (long_steps[0], long_steps[1])
+                recurrence = Recurrence(*long_steps)
         self._cost.schedule_next(n, self.index)
         windows = replace(self._cost.windows(n), recurrence=recurrence)
         if windows != self.schedule.windows:
