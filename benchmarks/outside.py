@@ -167,8 +167,7 @@ CASES = {
     "garbage": Case("garbage collection", make_garbage),
     "logger's thread": Case("write_log", log_in_thread, "write_log", 1),
 }
-"""Not planted here: swap, a wait for memory, which may end other processes; and unbalanced ranks,
-see `ranks.py`."""
+"""Not planted here: swap, which may end other processes; and unbalanced ranks, see `ranks.py`."""
 CLOCK = "falling clock"
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ from lightning_gputime._attribution.machine import (
     Pressure,
     Processes,
     Threads,
+    VirtualMemory,
     system_sources,
 )
 
@@ -371,14 +371,16 @@ def test_busy_child_process_is_named_with_its_id(
 @ON_LINUX
 def test_sources_that_the_system_lacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     log = MachineLog(time.perf_counter_ns, system_sources(None))
-    assert {*map(type, log.sources.values())} <= {Threads, Processes, Pressure}
+    possible = {Threads, Processes, Pressure, VirtualMemory}
+    assert {*map(type, log.sources.values())} <= possible
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise FileNotFoundError
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(machine, "_File", refuse)
+    monkeypatch.setitem(machine.__dict__, "open", refuse)
     log = MachineLog(time.perf_counter_ns, system_sources(None))
-    assert log.missing == ["threads", "other processes", "pressure"]
+    assert log.missing == ["threads", "other processes", "pressure", "swap"]
     log.read()
     log.sample_often()  # Starts no thread.
     assert log._thread is None

@@ -1,4 +1,4 @@
-"""What else runs on the machine: threads, processes, and pressure on its resources.
+"""What else runs on the machine: threads, processes, pressure on its resources, and swap.
 
 A *source* returns cumulative values by name, such as the CPU time of each thread. `MachineLog`
 reads the sources next to the loop. The growth of a value during a step is the step's exposure.
@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +24,7 @@ import torch
 from lightning_gputime._attribution.overlap import Candidate
 from lightning_gputime._compat.python_ import place_in_thread
 from lightning_gputime._measurement.culprits import Source
-from lightning_gputime._record.clock import IGNORED_THREADS, core_times, thread_ns
+from lightning_gputime._record.clock import IGNORED_THREADS, thread_ns
 
 # Fraction of the time that reading a source may take, and minimum interval of reads: in the loop,
 # where all sources together may take 0.1 %, and in the sampling thread.
@@ -36,10 +35,26 @@ _MIN_BUSY = 0.05  # Threads and processes below this fraction of a core are not 
 _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become busy.
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")
+_PAGES = re.compile(rb"^(pswpin|pswpout|pgmajfault) (\d+)", re.MULTILINE)
 THREADS = "threads"
 """Name of the source `Threads`."""
 BLOCKED, WAITED = "blocked", "waited"
 """Names of the times in which the thread of the loop was blocked, and waited for a CPU core."""
+
+
+class _File:
+    """A file of Linux, kept open: opening it for each reading takes ten times as long."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self) -> bytes:
+        parts, offset = list[bytes](), 0
+        while part := os.pread(self._descriptor, 65_536, offset):
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
 
 
 class MachineSource:
@@ -82,6 +97,7 @@ class Threads(MachineSource):
     def __init__(self) -> None:
         super().__init__()
         self._loop = threading.get_native_id()
+        self._loop_times = _File(f"/proc/self/task/{self._loop}/schedstat")
         self._run_ns: dict[int, int] | None = None  # Time of each thread at the last read.
         thread_ns(self._loop)  # Raises OSError if this kernel has no such clocks.
 
@@ -92,9 +108,7 @@ class Threads(MachineSource):
             if native_id is None or any(part in thread.name for part in IGNORED_THREADS):
                 continue
             if native_id == self._loop:
-                if (times := core_times(native_id)) is None:
-                    raise OSError
-                ran_ns, waited_ns = times
+                ran_ns, waited_ns = map(int, self._loop_times.read().split()[:2])
                 self.sums[WAITED] = waited_ns / 1e9
                 self.sums[BLOCKED] = (time.perf_counter_ns() - ran_ns - waited_ns) / 1e9
                 continue
@@ -131,10 +145,10 @@ class Processes(MachineSource):
         self._busy: Sequence[int] = ()
         # Child processes that the thread of the loop or the main thread has started.
         self._children: set[int] | None = None
-        # Some kernels do not have these files.
-        threads = {threading.get_native_id(), self._pid}
-        files = [Path(f"/proc/self/task/{thread}/children") for thread in threads]
-        self._child_files = [file for file in files if file.exists()]
+        self._child_files = list[_File]()
+        for thread in {threading.get_native_id(), self._pid}:
+            with suppress(OSError):  # Some kernels do not have these files.
+                self._child_files.append(_File(f"/proc/self/task/{thread}/children"))
         self._ticks: dict[int, float] = {}  # CPU time of each process in the newest search.
         self._searched_s, self._search_s = 0.0, 0.0  # End and duration of that search.
         self._stat(self._pid)
@@ -145,7 +159,7 @@ class Processes(MachineSource):
         if now_s - self._searched_s > max(_RESCAN_S, self._search_s / _IN_THREAD[0]):
             self._search()
         used_s: dict[int, float] = {}
-        children = {int(pid) for file in self._child_files for pid in file.read_text().split()}
+        children = {int(pid) for file in self._child_files for pid in file.read().split()}
         before, self._children = self._children, children
         new = set[int]() if before is None else children - before  # Started since the last read.
         for pid in {*self._busy, *children}:
@@ -182,8 +196,8 @@ class Processes(MachineSource):
 
     def _stat(self, pid: int) -> tuple[str, int, int, float]:
         """Return name, parent, newest core and CPU time of a process."""
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        head, _, tail = text.rpartition(")")
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            head, _, tail = file.read().rpartition(")")
         fields = tail.split()  # From the third field of `man proc_pid_stat` on.
         seconds = (int(fields[11]) + int(fields[12])) * _TICK_S
         return head.partition("(")[2], int(fields[1]), int(fields[36]), seconds
@@ -224,10 +238,7 @@ class GPUProcesses(MachineSource):
 
 
 class Pressure(MachineSource):
-    """Time in which a process of the machine waited for a resource, as Linux counts it.
-
-    Swapping is a wait for memory, and a page fault that reads from disk is a wait for storage.
-    """
+    """Time in which a process of the machine waited for a resource, as Linux counts it."""
 
     kind = "pressure"
     _NAMES: ClassVar[Mapping[str, str]] = {
@@ -236,12 +247,42 @@ class Pressure(MachineSource):
         "cpu": "processes that wait for a CPU core",
     }
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._files = {
+            name: _File(f"/proc/pressure/{resource}") for resource, name in self._NAMES.items()
+        }
+
     def read(self) -> Mapping[str, float]:
-        for resource, name in self._NAMES.items():
+        for name, file in self._files.items():
             # The first line counts times in which some processes waited, in microseconds.
-            some, _, _ = Path(f"/proc/pressure/{resource}").read_text().partition("\n")
-            self.sums[name] = int(some.rpartition("total=")[2]) / 1e6
+            some, _, _ = file.read().partition(b"\n")
+            self.sums[name] = int(some.rpartition(b"total=")[2]) / 1e6
         return self.sums
+
+
+class VirtualMemory(MachineSource):
+    """Pages that the kernel has swapped, or read for a page fault.
+
+    Pages that it writes to disk are no cause by themselves: `Pressure` has the waits for storage.
+    """
+
+    kind = "pages"
+    _NAMES: ClassVar[Mapping[bytes, str]] = {
+        b"pswpin": "swapping",
+        b"pswpout": "swapping",
+        b"pgmajfault": "page faults that read from disk",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file = _File("/proc/vmstat")
+
+    def read(self) -> Mapping[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for key, value in _PAGES.findall(self._file.read()):
+            found[self._NAMES[key]] += int(value)
+        return found
 
 
 class MachineLog:
@@ -338,6 +379,7 @@ def system_sources(gpu: int | None) -> dict[str, Callable[[], MachineSource]]:
         THREADS: Threads,
         "other processes": Processes,
         "pressure": Pressure,
+        "swap": VirtualMemory,
     }
     # Without NVML, do not complain: the package is optional.
     if gpu is not None and importlib.util.find_spec("pynvml") is not None:

@@ -15,7 +15,8 @@ class OutsideCause:
     It does so more often than by chance, with a probability of at most 1 % for any false cause.
 
     Attributes:
-        kind: "thread", "process", "batch" or "pressure" (on a resource of the machine).
+        kind: "thread", "process", "batch", "pressure" (on a resource of the machine) or "pages"
+            (swapped, or read for page faults).
         name: Name for sentences, such as "thread `save`".
         place: File and line of a thread, or id of a process; may be empty.
         share: Fraction of the excess that code in the loop does not explain, from 0 to 1.
