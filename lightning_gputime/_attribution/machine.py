@@ -347,7 +347,7 @@ class MachineLog:
         self._wake.set()
 
     def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
-        """Return what grew during some of the steps with these host times, but not in the loop.
+        """Return what grew during some of the steps with these host times.
 
         The values are NaN before the first and after the last reading.
         """
@@ -360,7 +360,7 @@ class MachineLog:
             at_ns = np.array([ns for ns, _ in readings], float)
             for name in names:
                 sums = np.array([values.get(name, 0.0) for _, values in readings])
-                if len(sums) < 3 or sums[-1] <= sums[0] or name in (BLOCKED, WAITED):
+                if len(sums) < 3 or sums[-1] <= sums[0]:
                     continue
                 grown = np.interp(ends_ns, at_ns, sums) - np.interp(starts_ns, at_ns, sums)
                 shares = np.round(grown / ((ends_ns - starts_ns) / 1e9), 3)  # No rounding errors.

@@ -139,12 +139,8 @@ class Surroundings:
 
         None if unknown, and on the host's clock, which excludes these waits.
         """
-        return self._thread_rates().get(WAITED) if self._runs_ahead else None
-
-    def _thread_rates(self) -> dict[str, float]:
-        """Return for which fraction of the time each thread ran, with `BLOCKED` and `WAITED`."""
         threads = self._machine.sources.get(THREADS) if self._machine is not None else None
-        return threads.rates() if threads is not None else {}
+        return threads.rates().get(WAITED) if threads is not None and self._runs_ahead else None
 
     def explain(self, m: Measurement) -> Measurement:
         """Return a measurement with the causes outside of the loop. Any thread may call it."""
@@ -199,8 +195,7 @@ class Surroundings:
                 found.append(replace(each, share=share, low=min(each.low, share)))
                 left -= share
         missing = tuple(self._machine.missing) if self._machine is not None else ()
-        blocking, waited = self._blocking(), self.core_wait or 0.0
-        waited = waited if waited >= _MIN_WAITED else 0.0
+        blocking, waited = self._in_all_steps(steps)
         if not (found or blocking or waited or missing):
             return None
         return OutsideSummary(
@@ -213,21 +208,30 @@ class Surroundings:
             core_wait_share=waited,
         )
 
-    def _blocking(self) -> OutsideCause | None:
-        """Return the thread that may block the loop in all steps, slow or not."""
-        rates = dict(self._thread_rates())
-        blocked = rates.pop(BLOCKED, 0.0)
-        rates.pop(WAITED, None)
+    def _in_all_steps(self, steps: Any) -> tuple[OutsideCause | None, float]:
+        """Return the thread that may block the loop, and the share of time of waits for a core.
+
+        Both are means over the time of steps, slow or not. What grew between them does not count.
+        """
+        if self._machine is None:
+            return None, 0.0
+        found = self._machine.candidates(steps[:, 1], steps[:, 2])
+        known = [each for each in found if np.isfinite(each.values).sum() >= MIN_STEPS]
+        shares = {each.name: min(float(np.nanmean(each.values)), 1.0) for each in known}
+        # Without a device, times exclude these waits.
+        waited = shares.get(WAITED, 0.0) if self._runs_ahead else 0.0
+        waited = waited if waited >= _MIN_WAITED else 0.0
         # If the device sets the pace, the host is blocked while it waits for the device.
-        if self._machine is None or self._is_gpu_bound or not rates:
-            return None
-        busiest = max(rates, key=rates.__getitem__)
+        threads = [each for each in known if each.kind == Threads.kind and _is_cause(each)]
+        if self._is_gpu_bound or not threads:
+            return None, waited
+        busiest = max(threads, key=lambda each: shares[each.name])
         # The loop may have been blocked by something else, or at other times.
-        share = min(rates[busiest], blocked, 1.0)
+        share = min(shares[busiest.name], shares.get(BLOCKED, 0.0))
         if share < _MIN_BLOCKED:
-            return None
-        place = self._machine.sources[THREADS].places.get(busiest, "")
-        return OutsideCause(Threads.kind, busiest, place, share, 0.0, share, 1.0)
+            return None, waited
+        cause = OutsideCause(Threads.kind, busiest.name, busiest.place, share, 0.0, share, 1.0)
+        return cause, waited
 
     def _of_machine(self, steps: Any) -> list[Candidate]:
         """Return what ran next to steps, given index, start and end of each."""
@@ -237,7 +241,7 @@ class Surroundings:
         if self._runs_ahead:
             follows = np.diff(steps[:, 0]) == 1
             ends[:-1] = np.where(follows, ends[1:], ends[:-1])
-        return self._machine.candidates(steps[:, 1], ends)
+        return [*filter(_is_cause, self._machine.candidates(steps[:, 1], ends))]
 
     def _cause(self, found: Attribution) -> OutsideCause:
         candidate = found.candidate
@@ -263,6 +267,10 @@ class Surroundings:
         candidates = [*of_machine, *batches]
         changes = (_change_of(candidate, is_after) for candidate in candidates)
         return next(filter(None, changes), "")
+
+
+def _is_cause(candidate: Candidate) -> bool:
+    return candidate.name not in (BLOCKED, WAITED)
 
 
 def _excess(all_ms: Any) -> Any:
