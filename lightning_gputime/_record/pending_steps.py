@@ -264,12 +264,16 @@ class PendingSteps:
         except Exception as error:
             self.give_up(error)
 
-    def end_untimed(self, read: bool = False, *, steps: int = 1) -> None:
-        """Count untimed steps that have ended. Finish the steps that ended `lag` steps ago."""
+    def end_untimed(self, read: bool = False, *, steps: int = 1) -> bool:
+        """Count untimed steps that have ended. Finish the steps that ended `lag` steps ago.
+
+        Return True if there are other steps to finish.
+        """
         self.ended += steps
         self._n_untimed += steps
         if self._pending or (read and self._finished):
             self._finish_safely(self._lag, read)
+        return len(self._pending) > 0
 
     def flush(self) -> None:
         """Wait for all steps that have ended, and read them."""

@@ -56,7 +56,7 @@ _MIN_EXAMINED, _MIN_COMPARED = 3, 50  # Numbers of examined steps, and of others
 # time, the next multiple is twice as large.
 _N_COMPARED, _SLOWDOWN = 20, 1.5
 _MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks.
-_CHECK_STEPS = 25  # Number of steps without hooks between two checks.
+_CHECK_STEPS = 25  # Number of steps without hooks between two checks of steps to be read.
 _NO_BATCH = object()
 
 
@@ -98,8 +98,8 @@ class Session:
     Lightning. So the hooks are removed at the end of a step if the next window is at least one step
     away, and return at the first step of that window. In a plain loop they return one step earlier,
     because only the previous step shows which calls in eval mode are an evaluation. Without hooks,
-    the end of each step only reads the clock, and every 25th step also reads the timed steps that
-    are still to be read. The hooks stay attached:
+    the end of each step only reads the clock, until the timed steps before can be read. The hooks
+    stay attached:
 
     - in the first 20 steps, which show what the loop calls and captures,
     - with compiled code, which would recompile,
@@ -645,8 +645,8 @@ class Session:
     def end_step_without_hooks(self, number: int) -> bool:
         """End a step that ran without hooks. Return True if the hooks are attached again.
 
-        Most steps are only counted. The rest is done every 25 steps, when a log may be due, and
-        when the hooks return.
+        Most steps are only counted. The rest is done while timed steps are still to be read, when a
+        log may be due, and when the hooks return.
         """
         self.index += 1
         self._newest_number = number
@@ -657,13 +657,15 @@ class Session:
         if self.index < self._check_at and not may_log:
             return False
         steps_since_check, self._checked_at = self.index - self._checked_at, self.index
-        self._check_at = min(self.index + _CHECK_STEPS, self._hooks_return_at)
         if self._is_auto:
             self._cost.end_span(self.index)
         if may_log:
             self._schedule_log(number, self.index - 1)
         log_is_due = self._means.is_due
-        self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check)
+        has_unread = self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check)
+        # Once the steps before are read, the next check is due when the hooks return.
+        next_check = self.index + _CHECK_STEPS if has_unread else self._hooks_return_at
+        self._check_at = min(next_check, self._hooks_return_at)
         if log_is_due:
             self._write_log()
             self._cost.start_span(self.index)  # Exclude the log from the measured host time.
