@@ -16,10 +16,11 @@ from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepReco
 
 GOLDEN = 0.6180339887498949
 """Golden ratio minus 1. Its multiples, modulo 1, are spread as evenly as possible."""
-# Target cost of timing, as a fraction of the step. Below 1 %, because the cost is only estimated.
-# Lower with windows: cold CPU caches at their start cost nearly as much again, as measured on an
-# H200 (`benchmarks/cold_cost.py`).
-_MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.005
+# Target cost of timing, as a fraction of the step: to time every step, and in windows.
+_MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.01
+# Steps next to a window find cold CPU caches, too. With them, it costs 1.4 to 2.6 times as much, as
+# measured in loops of 0.7 to 2.9 ms (`benchmarks/cold_cost.py`).
+_COLD_START = 2.0
 _N_NEWEST = 100  # Number of timed steps, spans of untimed steps, and reads that are kept.
 _TRIAL_EVERY_N_STEPS = 2  # To measure the cost of timing, 1 of this many steps is timed.
 
@@ -288,11 +289,17 @@ class TimingCost:
         self.due = index + min(max(steps, 100), 4096)
 
     def _added_ns_per_step(self, n: int) -> float:
-        """Return the mean cost per step, timed or not, of timing 1 of n steps."""
+        """Return the mean cost per step, timed or not, of timing 1 of n steps.
+
+        For example, with windows of 5 of 100 steps, a cost of 200 us per timed step, and 50 us to
+        attach or remove hooks: 2 * (5 * 200 + 2 * 50) / 100 = 22 us per step.
+        """
+        if n == 1:
+            return self._cost_ns
         windows = self.windows(n)
-        # Hooks are attached and removed once per window.
-        switch_ns = 2 * statistics.median(self._switches_ns or [0]) if n > 1 else 0.0
-        return (self._cost_ns + switch_ns / windows.size) / windows.every_n_steps
+        switch_ns = 2 * statistics.median(self._switches_ns or [0])  # Once per window.
+        window_ns = _COLD_START * (self._cost_ns * windows.size + switch_ns)
+        return window_ns / (windows.size * windows.every_n_steps)
 
     def windows(self, n: int) -> Windows:
         """Return the windows that time 1 of n steps, or fewer. All ranks get the same windows.
