@@ -485,7 +485,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @property
     def log(self) -> Any:
-        """Method `log` of the LightningModule, which Lightning sets on each callback."""
+        """Method `log` of the LightningModule, which Lightning sets on each callback.
+
+        A property, because setting it is the first sign of a run, and starts the wall clock.
+        """
         if "log" not in vars(self):
             raise AttributeError("log")
         return vars(self)["log"]

@@ -207,9 +207,16 @@ class _PlainLoop(BatchState):
         timer._safely(self._end_loop, use)
 
     def _end_unusual_batch(self, timer: "GPUPhaseHooks", use: _Use) -> _Use:
-        """End a batch that may be an evaluation, or skipped.
+        """End a batch that may be an evaluation, or skipped. Return the use of all batches so far.
 
-        Take the use of the batches before it. Return the use of all batches so far.
+        - If it was only fetched, it belongs to the next step. `UNKNOWN` becomes `AHEAD`.
+        - If it was evaluated, and no batch has trained, it is in no step. `UNKNOWN` becomes
+          `EVALUATION`.
+        - Else it ends. `UNKNOWN` and `EVALUATION` become `TRAINING` after a timed batch.
+
+        Args:
+            timer: The timer.
+            use: Use of the batches before it.
         """
         session = timer._session
         if session.has_only_fetched(is_first=use is _Use.UNKNOWN):
@@ -316,8 +323,9 @@ class _PlainLoop(BatchState):
             session.recorder.warn_once(_UNCOUNTED, updates)
             self._body = None
             self._micro_batches = 0
-        # A batch that is not trained on has two marks, `data/fetch` and `other`. The last mark is
-        # the end of the loop.
+        # `_body` is set only if the loop was left inside a batch. A batch that is not trained on
+        # has two marks, `data/fetch` and `other`, so the number of marks counts such batches. The
+        # last mark is the end of the loop.
         n_untrained = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
         if n_untrained >= _MIN_UNTRAINED and session.has_only_fetched(is_first=True):
             session.recorder.warn_once(_UNTRAINED, n_untrained)
@@ -405,7 +413,8 @@ class GPUPhaseHooks(Timer):
         )
         # True in a loop over `steps` that evaluates the model, and is part of no step.
         self._is_evaluating = False
-        self._has_interrupted_batch = False  # True if that loop runs inside a batch of another.
+        # True if that loop runs inside a batch of another loop, whose batch is closed meanwhile.
+        self._has_interrupted_batch = False
 
     def attach(self) -> Self:
         """Attach the hooks and start a new measurement. Safe to call twice."""

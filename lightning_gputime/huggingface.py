@@ -276,7 +276,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._session.recorder.mark(AFTER_UPDATE)
             self._batch.close()
         else:
-            self._batch.open()  # An overridden training loop may report only the ends of steps.
+            # An overridden training loop may report only the ends of steps. Then the batch is
+            # always open, as in a plain loop.
+            self._batch.open()
         self._is_in_step = False
         self._session.end_step(state.global_step)
         if not self._wall_clock.has_stepped:

@@ -36,8 +36,6 @@ _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become b
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")
 _PAGES = re.compile(rb"^(pswpin|pswpout|pgmajfault) (\d+)", re.MULTILINE)
-THREADS = "threads"
-"""Name of the source `Threads`."""
 BLOCKED, WAITED = "blocked", "waited"
 """Names of the times in which the thread of the loop was blocked, and waited for a CPU core."""
 
@@ -68,21 +66,12 @@ class MachineSource:
         self.sums = defaultdict[str, float](float)
         self.places: dict[str, str] = {}
         self.readings: list[tuple[int, Mapping[str, float]]] = []
-        """Host time (in nanoseconds) and values of each reading."""
+        """Cumulative time of the steps (in nanoseconds) and values, of each reading."""
         self.due_ns, self.cost_ns = 0, 1e5  # Time of the next read, and CPU time of a read.
 
     def read(self) -> Mapping[str, float]:
         """Return the values now. Raises OSError if the system does not have them."""
         raise NotImplementedError
-
-    def rates(self) -> dict[str, float]:
-        """Return by how much each value has grown per second of all readings; empty if unknown."""
-        readings = self.readings[:]
-        if len(readings) < 2:
-            return {}
-        (start_ns, first), (end_ns, last) = readings[0], readings[-1]
-        s = max((end_ns - start_ns) / 1e9, 1e-9)
-        return {name: round((sum_ - first.get(name, 0.0)) / s, 3) for name, sum_ in last.items()}
 
 
 class Threads(MachineSource):
@@ -133,7 +122,7 @@ class Threads(MachineSource):
 
 
 class Processes(MachineSource):
-    """CPU time of busy child processes, and of other processes on the cores of this process."""
+    """CPU time of child processes, and of other busy processes on the cores of this process."""
 
     kind = "process"
     in_loop = False  # A search takes 10 ms.
@@ -298,8 +287,7 @@ class MachineLog:
         self, now_ns: Callable[[], int], sources: Mapping[str, Callable[[], MachineSource]]
     ) -> None:
         self._now_ns = now_ns
-        self.sources: dict[str, MachineSource] = {}
-        """Sources of this system, by what they observe."""
+        self._sources: list[MachineSource] = []
         self.missing: list[str] = []
         """What cannot be observed on this system."""
         self._thread: threading.Thread | None = None
@@ -312,14 +300,14 @@ class MachineLog:
             except (OSError, ValueError, IndexError):
                 self.missing.append(observed)
             else:
-                self.sources[observed] = source
+                self._sources.append(source)
 
     def read(self, *, in_loop: bool = True) -> None:
         """Read the sources that are due. While the sampling thread runs, only it reads them."""
         if in_loop and self._thread is not None and self._thread.is_alive():
             return
         max_cost, min_interval_ns = _IN_LOOP if in_loop else _IN_THREAD
-        for source in self.sources.values():
+        for source in self._sources:
             if time.perf_counter_ns() < source.due_ns or (in_loop and not source.in_loop):
                 continue
             start_ns = time.thread_time_ns()
@@ -335,7 +323,7 @@ class MachineLog:
 
     def sample_often(self) -> None:
         """Read the sources in a thread, which sees what happens between reads of steps."""
-        if self.sources and (self._thread is None or not self._thread.is_alive()):
+        if self._sources and (self._thread is None or not self._thread.is_alive()):
             self._wake.clear()
             name = f"{__name__.partition('.')[0]} sampler"
             args = (weakref.ref(self), self._wake)
@@ -347,14 +335,16 @@ class MachineLog:
         self._wake.set()
 
     def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
-        """Return what grew during some of the steps with these host times.
+        """Return what grew during some steps; NaN before the first and after the last reading.
 
-        The values are NaN before the first and after the last reading.
+        Args:
+            starts_ns: Cumulative time of the steps at the start of each, as passed to the readings.
+            ends_ns: The same at the end of each.
         """
         found = []
         # A host that runs ahead of the device may launch a step in almost no time.
         ends_ns = np.maximum(ends_ns, starts_ns + 1e6)
-        for source in self.sources.values():
+        for source in self._sources:
             readings = source.readings[:]
             names = dict.fromkeys(name for _, values in readings for name in values)
             at_ns = np.array([ns for ns, _ in readings], float)
@@ -376,7 +366,7 @@ def system_sources(gpu: int | None) -> dict[str, Callable[[], MachineSource]]:
         gpu: Index of the GPU; None without one.
     """
     sources: dict[str, Callable[[], MachineSource]] = {
-        THREADS: Threads,
+        "threads": Threads,
         "other processes": Processes,
         "pressure": Pressure,
         "swap": VirtualMemory,

@@ -12,7 +12,6 @@ from lightning_gputime._attribution.batch import BatchLog
 from lightning_gputime._attribution.gpu_clock import GPUClock
 from lightning_gputime._attribution.machine import (
     BLOCKED,
-    THREADS,
     WAITED,
     MachineLog,
     Threads,
@@ -121,6 +120,7 @@ class Surroundings:
             machine.sample_often()
 
     def _read_machine(self) -> MachineLog:
+        # Created at the first read, because its sources follow the thread that runs the loop.
         if self._machine is None:
             host_ns, wall_clock = self._host_ns, self._wall_clock
             assert wall_clock is not None
@@ -135,12 +135,17 @@ class Surroundings:
 
     @property
     def core_wait(self) -> float | None:
-        """Fraction of the time in which the loop waited for a CPU core.
+        """Mean fraction of the timed steps in which the loop waited for a CPU core.
 
         None if unknown, and on the host's clock, which excludes these waits.
         """
-        threads = self._machine.sources.get(THREADS) if self._machine is not None else None
-        return threads.rates().get(WAITED) if threads is not None and self._runs_ahead else None
+        if self._machine is None or not self._runs_ahead or not self._timed:
+            return None
+        _, _, starts_ns, ends_ns, _ = np.array([*self._timed], float).T
+        for found in self._machine.candidates(starts_ns, ends_ns):
+            if found.name == WAITED and np.isfinite(found.values).any():
+                return round(float(np.nanmean(found.values)), 3)
+        return None
 
     def explain(self, m: Measurement) -> Measurement:
         """Return a measurement with the causes outside of the loop. Any thread may call it."""

@@ -140,8 +140,11 @@ def patches(trainer: Any, calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
         trainer: The Trainer.
         calls: Listeners, by the action of the method: "epoch", "fetch", "evaluate" (the call of a
             user or of the Trainer), "evaluation" (its loop over batches), "prediction", "log",
-            "rewards", and "end" for methods whose return or error may end the training.
+            "rewards", and "end" for methods whose return or error may end the training: the last
+            method of the training, and the evaluation by the Trainer itself, whose error is not
+            seen otherwise.
     """
+    # Before transformers had a method per epoch, its first call in an epoch is `training_step`.
     epoch = _EPOCH.attribute if _EPOCH.is_in(trainer) else "training_step"
     names = {
         _FETCH.attribute: calls["fetch"],

@@ -280,7 +280,8 @@ def _pin_memory(setup: TrainingSetup, reason: str = "") -> Advice:
 def _speed_up_rank(case: Case) -> Iterator[Advice]:
     if (ranks := case.m.ranks) is not None:
         rank, phase = ranks.straggler, ranks.phase
-        text = f"speed up rank {rank} in {ranks.where}: all other ranks wait for it"
+        who = "the other ranks wait" if len(ranks.stragglers) > 1 else "all other ranks wait"
+        text = f"speed up rank {rank} in {ranks.where}: {who} for it"
         if ranks.batch:
             text = f"balance the batches: rank {rank}, for which the others wait, has {ranks.batch}"
         yield Advice("straggler", text, {"rank": rank, "phase": phase})

@@ -213,8 +213,10 @@ def _frequently_compiled_share(m: Measurement) -> float:
 def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -> dict[str, _Part]:
     """Divide the groups into the entries of a step.
 
-    Groups that a verdict names stay undivided. The phases of the model, callbacks and other code
-    are divided by the code that is the reason for their time.
+    Groups that a verdict names (`CODES`, such as `data`), groups that are no phase, and the time of
+    the timer stay undivided. The phases of the model, callbacks and other code are divided by the
+    code that is the reason for their time. The time of a row of lines goes to one of three kinds of
+    parts: the undivided group, the row, or "<phase> (not examined)" for rows without code.
 
     All timed steps show how long a phase is, and the examined steps how it is divided. Example:
     `forward` takes 40 % of the step. In examined steps, `Net.forward` takes 6 of its 8 ms, so the
@@ -243,7 +245,7 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
 
     for name, group in groups.items():
         all_own = sum(group.phases.values())
-        if not all_own:  # Causes of slow steps, for example.
+        if not all_own:  # No phase, but causes of slow steps, for example. They delay the host.
             parts[name].host[name] += group.share
             parts[name].error = group.error
             continue
@@ -271,6 +273,7 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
                 part.add(top, scale * in_phase.gpu_ms, scale * busy_ms, total_error)
                 if in_phase.idle_ms:
                     # The reason for the GPU's idle time is what the code waited in: its main phase.
+                    # The error of this row in this phase was added above.
                     part = part_of(row, group_of_phase.get(row.main_phase, ""), top)
                     part.add(top, 0.0, scale * in_phase.idle_ms, 0.0)
     return {name: part for name, part in parts.items() if part.share > 0}

@@ -185,7 +185,8 @@ class ForwardBoundary:
         """End a step. If it had calls, remove the hooks of modules that only other modules call.
 
         If a timed step had no call, hook all modules again. A step that `is_dropped` is not
-        compared with others to find evaluations.
+        compared with others to find evaluations. While evaluations are searched for, `evaluation`
+        may have pending calls in eval mode, on which the end of the step decides.
         """
         if self._is_step_compiled:
             return
@@ -335,15 +336,18 @@ class ForwardBoundary:
             call(module)
 
     def _enter_untimed(self, module: nn.Module) -> bool:
-        """Count an untimed call, or a call that may be an evaluation.
+        """Count an outermost call in an untimed step.
 
-        Return True to handle the call like a timed one: the search for called modules needs that.
+        Return True to handle the call like a timed one, as long as the search for the modules that
+        the loop calls is on. A call in eval mode without gradients may be an evaluation. It is only
+        counted, with the number of training calls before it: in a later, timed step, calls at other
+        positions are an evaluation. If evaluations are searched for, their span starts here, and
+        ends at the next training call.
         """
         recorder = self._recorder
         if not recorder.threads.admit_untimed_call():
             return False
         if self._has_optimizers and not (module.training or torch.is_grad_enabled()):
-            # Later steps are compared with this step to find evaluations.
             if not is_training(self._model):
                 position = self.evaluation.count(self.calls)
                 if self._evaluation_search is _ACTIVE:

@@ -266,6 +266,8 @@ class OptimizerBoundary:
 
     def end_early(self) -> None:
         """End the running update now, because a step ends inside it. Its return is then ignored."""
+        # An earlier `step` that raised has left `depth` too high, so only the stack shows whether
+        # an update is running.
         if steps_on_stack():
             self.depth = 1
             self._end()

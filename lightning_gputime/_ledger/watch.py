@@ -86,7 +86,8 @@ class LineWatch:
         Args:
             frame: Innermost frame that may be the user's.
             more_events: Returns how many events may follow, after a number of events. Then it is
-                called again. If it returns 0, the line with the most events is ignored.
+                called again. If it returns 0 or less, the line with the most events is ignored,
+                unless that has fewer than 64.
         """
         global _running
         if _running is not None:

@@ -85,8 +85,9 @@ class LoaderCase:
         """Return, as part of a sentence, how often a batch arrives, and how long the rest takes."""
         n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
+        of = "step" if self.batches == self.steps else "micro-batch"
         return (
-            f"{workers} a batch every {duration(self.batch_ms / n)}, and the rest of the step takes"
+            f"{workers} a batch every {duration(self.batch_ms / n)}, and the rest of the {of} takes"
             f" {duration(self.rest_ms)}"
         )
 
@@ -192,7 +193,7 @@ def _workers_for(batch_ms: float, rest_ms: float) -> int:
 
     Example: batches of 20 ms, one every 5 ms, need 20 / 5 = 4 workers, so 5 with the margin.
     """
-    # The minimum of `rest_ms` caps the suggestion at 110 workers.
+    # The minimum of `rest_ms` caps the suggestion at 110 workers or so.
     return max(math.ceil(_MARGIN * batch_ms / max(rest_ms, 0.01 * batch_ms)), 1)
 
 
@@ -315,7 +316,8 @@ def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
     stage = max(("dataset", "collate"), key=lambda stage: times.mean(f"{stage}_ms"))
     function = times.dataset if stage == "dataset" else times.collate
     code = f"`{function}`" if case.line is None else f"{case.line}"
-    reason = f": more workers cannot help on {cores} CPU cores" if needed > n else ""
+    more = "more" if suggested <= n else f"more than {suggested}"
+    reason = f": {more} workers cannot help on {cores} CPU cores" if needed > n else ""
     yield Advice("cheaper_transforms", f"make {code} faster{reason}", {"stage": stage})
 
 

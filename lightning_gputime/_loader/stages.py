@@ -200,7 +200,7 @@ class LoaderStages(TimedLoader):
                 ns / all_ns if all_ns else 0.0,
                 stage.source,
                 stage.kind,
-                self.iterators - self.exhausted,
+                abandoned=self.iterators - self.exhausted,  # Until its end, the newest counts, too.
             )
 
 
@@ -395,6 +395,7 @@ class WorkerTimer:
         dataset = fetcher.dataset
         gets_items = fetcher.auto_collation and hasattr(type(dataset), "__getitem__")
         if gets_items and not getattr(dataset, "__getitems__", None):
+            # `start` installs it for a batch after batches that took long.
             self._samples = _TimedSamples(dataset, now_ns)
 
     def start(self, indices: Any) -> None:
@@ -465,7 +466,8 @@ class WorkerTimer:
         """Write the lines with most of the time to the shared memory, as JSON."""
         self._lines = None
         rows = line_rows(lines.occurrences, trainer="", entry=WORKERS)
-        # Forked workers start below the line that has created the iterator.
+        # Leave out the functions in which the worker's own loop runs. A forked worker starts below
+        # the line that has created the iterator, so they include the user's.
         base = {(file, name) for file, name, _ in lines.occurrences[0].loops}
         named = [row for row in rows if row.file and (row.file, row.function) not in base]
         found = [

@@ -1,8 +1,8 @@
 """Statistics of step records: sums, history, wall clock, work rates, slow steps.
 
 Each class owns its state and returns facts. The code is plain Python and NumPy: no module imports
-torch, and clocks are passed in. Thresholds that lead to advice belong in `_diagnosis`, and text
-around numbers in `_output`.
+torch, and clocks are passed in. Advice belongs in `_diagnosis` or to its feature, and text around
+numbers in `_output`. `outside` has what `_attribution` finds, with its sentences and advice.
 
 Start with `results`: `Results` passes the steps that were read to the other classes, and returns a
 `measurement.Measurement`, with statistics of each phase.

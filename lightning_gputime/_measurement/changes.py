@@ -224,7 +224,7 @@ class StepSeries:
 
 
 def _merge_small(segments: Sequence[_Segment]) -> Sequence[_Segment]:
-    """Merge small segments with their neighbors, up to 0.8 times the median size.
+    """Merge small segments with the segments after them, up to 0.8 times the median size.
 
     The median size is that of the segment that contains the middle step.
 
@@ -275,11 +275,11 @@ def _local_medians(values: Floats) -> Floats:
 
 
 def _clip_outliers(values: Floats, expected: Floats) -> Floats:
-    """Clip values to four standard deviations around the expected values."""
+    """Clip values to 3.8 standard deviations around the expected values."""
     away = values - expected
-    # 80 % of normal noise is within 1.3 standard deviations, so one is 0.75 times this quantile.
-    # The median would be zero if most segments are equal.
-    max_away = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
+    # 80 % of normal noise is within 1.28 standard deviations, so 3 of this quantile are 3.8 of
+    # them. The median would be zero if most segments are equal.
+    max_away = 3.0 * float(np.quantile(np.abs(away), 0.8))
     clipped: Floats = expected + np.clip(away, -max_away, max_away)
     return clipped
 
@@ -323,6 +323,7 @@ def _fit(edges: Floats, values: Floats) -> _Change:
         start, full, until = candidates[:, best].tolist()
         levels = _levels(values, shapes[best], weights)
         change = _Change(start, full, until, shapes[best], weights, *levels)
+        # A stretch varies where it starts and where it ends, a trend where it is complete.
         weights = steps / np.maximum(change.fitted, _NOISE_FLOOR * change.fitted.max()) ** 2
         firsts, lasts = start + near, near + (until if until < n else full)
     return change

@@ -239,7 +239,10 @@ class UntimedSteps:
 
     @property
     def since_ns(self) -> int:
-        """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
+        """Cumulative time of all steps at the start of the open step (in nanoseconds).
+
+        That is the end of the last step, or the newest restart if it is later.
+        """
         end_ns = self.ends_ns[-1] if self.ends_ns else self._settled_ns
         return max(end_ns, self._restarts[-1][1]) if self._restarts else end_ns
 
@@ -516,7 +519,9 @@ class _Stratum:
         self.last: _Block | None = None  # Newest block.
         self._represented = Sums()  # Estimate for the untimed steps before the last block.
         # Sums of squared differences between successive blocks, by phase: of fractions of the step,
-        # and of times per step. Each is divided by its variance if that of a step is 1.
+        # and of times per step. Each is divided by its variance if that of a step is 1. Example:
+        # blocks of 5 and 2 steps with means of 4 and 5 ms add (5 - 4)² / (1 / 5 + 1 / 2) = 1.43
+        # ms².
         self._differences = 0  # Number of differences.
         self._squared_share_changes = defaultdict[str, float](float)
         self._squared_time_changes = defaultdict[str, float](float)

@@ -30,7 +30,8 @@ _MIN_PHASE = 0.1  # A phase with this fraction of the step shows the speed of a 
 # A cause must explain this fraction of the excess: a line, the factor of all lines, or the batches.
 _MIN_CAUSE = 0.5
 _MIN_WHOLE = 0.85  # A line with this fraction of the excess is the place of all of it.
-_MIN_OWN = 0.1  # A line of this fraction of the step, alone, makes a rank the straggler.
+# A line makes a rank the straggler if it exceeds twice the others' time by this fraction of a step.
+_MIN_OWN = 0.1
 _MIN_CORE_WAIT = 0.1  # Fraction of the time that waits for a core must take to be a reason.
 
 
@@ -62,9 +63,11 @@ class RankSummary:
         rows: Statistics of each phase that ran, of "step" and of "local".
         ranks: Ranks that took part, in order.
         straggler: Rank with the longest local time, if it exceeds the median of the other ranks by
-            5 % of their median step or more, and by more than 4 standard errors; else None. The
-            standard error is estimated from means over blocks of steps ("batch means"). If the host
-            sets the pace, it includes how much the speed of a host may drift.
+            5 % of their median step or more, and if that is certain; else None. It is certain by
+            more than 4 standard errors, which are estimated from means over blocks of steps ("batch
+            means"). If the host sets the pace, the error includes how much the speed of a host may
+            drift, and two other signs count: a rest beyond all of the drift, or a line that takes
+            the others less than half as long.
         excess_ms: Longest local time minus the median of the other ranks (in milliseconds). If the
             host sets the pace, only the part that the hosts of the others do not need: while they
             wait for the straggler, their work is hidden, and is not in their local time.
@@ -75,7 +78,7 @@ class RankSummary:
             if `straggler` is None. Several stragglers point to a common cause, such as a longer
             stage of a pipeline.
         suspect: Rank with the longest local time, if it exceeds the median by 5 % or more as above,
-            but not by enough standard errors to be the `straggler`; else None.
+            but not certainly enough to be the `straggler`; else None.
         error_ms: Standard error of `excess_ms` (in milliseconds; None if unknown).
         line: Line with at least half of the excess, such as "`Augment.__call__` (data.py:31)";
             empty if unknown.

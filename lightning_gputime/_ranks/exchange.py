@@ -188,12 +188,12 @@ class RankComparer:
             return totals
         top = [name for name in totals.phases if "/" not in name]
         shares, busy_ms = {}, None
+        # With fewer examined steps, phases show their pace less exactly.
         if ledger.n >= _MIN_EXAMINED:
             # Computing lines takes milliseconds, so do it only if more steps were examined.
             if ledger.n > self._lines[0]:
                 self._lines = ledger.n, line_times(results.line_rows())
             busy_ms = ledger.busy_ms()
-            # Without examined steps, phases show their pace less exactly.
             shares = ledger.host_shares()
         if results.on_host_clock:
             shares = dict.fromkeys(top, 1.0)

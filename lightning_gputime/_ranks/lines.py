@@ -61,6 +61,7 @@ def _usual_ms(
     """
     same = [other for other in lines if other.text == line.text]
     if not same:
+        # A row without its line numbers may be the same code, unless this rank has it, too.
         texts = {each.text for each in own}
         named = [other for other in lines if other.function == line.function]
         same = [other for other in named if other.text not in texts]

@@ -263,7 +263,7 @@ class BatchMeans:
 
 
 def _pair_means(means: list[float]) -> list[float]:
-    """Return the mean of each pair of neighbors, without an odd last value."""
+    """Return the means of blocks of twice the length, without an odd last block."""
     return [sum(pair) / 2 for pair in zip(means[::2], means[1::2], strict=False)]
 
 

@@ -106,6 +106,8 @@ class StepMarks:
     def relabel_before(self, old: str, label: str) -> None:
         """Replace the label `old` of the mark before the last, if it has this label.
 
+        The newest mark may show what the phase before it was: if a call returns a loss, and its
+        mark was `forward`, then the newest mark is `after_forward`, and the call becomes `loss`.
         If that mark is part of a wait, this applies to the phase around the wait.
         """
         index = self._index_without_waits(len(self.marks) - 2)

@@ -126,7 +126,7 @@ class RunComparison(Tabular):
 
     @property
     def judged(self) -> list[str]:
-        """Phases of at least 1 % of `step.before_ms` on either side, without sub-phases."""
+        """Phases whose longer time is at least 1 % of `step.before_ms`, without sub-phases."""
         return [
             name
             for name, row in self.rows.items()

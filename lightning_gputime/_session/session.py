@@ -480,8 +480,8 @@ class Session:
     def restart_second_step(self) -> None:
         """Read the start of the second step again, after the wall clock has ended the first step.
 
-        The wall clock may have moved the time before the loop, which changes the cumulative time of
-        the steps.
+        In a loop without `steps()`, the start of the first step is unknown. So the wall clock has
+        moved all time before its end into it, which changes the cumulative time of the steps.
         """
         self._ended_ns = self._wall_clock.steps_ns(self._host_ns())
         self._untimed.restart(self._ended_ns)
@@ -714,7 +714,7 @@ class Session:
         self._ledger.add(records)
         counted = records
         if not self.times_all:  # Examined steps take longer, so they count in the ledger only.
-            counted = [record for record in records if not record.lines]
+            counted = [record for record in records if record.lines is None]
         if counted:
             warmup = min(self._warmup_left, len(counted))
             self._warmup_left -= warmup
