@@ -28,7 +28,7 @@ import torch
 
 from lightning_gputime._compat.python_ import running_line
 from lightning_gputime._compat.torch_ import compile_callbacks
-from lightning_gputime._instrumentation.loop import attribute
+from lightning_gputime._instrumentation.loop import attribute_of
 from lightning_gputime._loader import MadeBatch
 from lightning_gputime._measurement.culprits import GC_COLLECT, CulpritSums, Source
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack, unpack
@@ -165,7 +165,7 @@ class SlowStepAnalyzer:
         self._fetch_phase = DATA if in_data else FETCH
         if type(loader) in (range, itertools.count, itertools.repeat, list, tuple):
             self._fetch_phase = ""  # They load nothing.
-        workers = attribute(loader, "num_workers")
+        workers = attribute_of(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0
 
     def loop_begins(self) -> None:
@@ -627,7 +627,7 @@ _Causes = defaultdict[_CauseKey, float]
 _NO_CAUSE = _CauseKey(None, "")
 
 
-class _Part:
+class _SlowPart:
     """Excess of a part of a slow step."""
 
     def __init__(self, name: str) -> None:
@@ -700,7 +700,7 @@ class Excess:
     ) -> None:
         self.start_ns, self.end_ns = step.host_ns[0], step.host_ns[-1]
         self.step, self.step_ms, self.baseline = step, step_ms, baseline
-        self.parts: dict[str, _Part] = {}
+        self.parts: dict[str, _SlowPart] = {}
         # Host times at which the device reached each mark. If the host waited for the end of the
         # step, compute them from that time. Otherwise they are unknown: assume that the device was
         # always waiting for the host.
@@ -712,7 +712,7 @@ class Excess:
             names, step.device_ms, spans, arrivals_ns, strict=True
         ):
             if name:
-                part = self.parts.setdefault(name, _Part(name))
+                part = self.parts.setdefault(name, _SlowPart(name))
                 part.device_ms += ms
                 part.host_ms += (span[1] - span[0]) / 1e6
                 part.idle_ms += max(span[1] - arrival_ns, 0.0) / 1e6
@@ -727,7 +727,7 @@ class Excess:
             excess_ms = part.host_ms - host_ms - max(waited_ms - baseline.wait_ms, 0.0)
             part.host_left_ms = excess_ms if excess_ms > noise_ms else 0.0
 
-    def longest_parts(self) -> list[_Part]:
+    def longest_parts(self) -> list[_SlowPart]:
         """Return the parts, the largest host excess without a cause first."""
         return sorted(self.parts.values(), key=lambda part: part.host_left_ms, reverse=True)
 

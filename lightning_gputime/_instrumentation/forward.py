@@ -339,10 +339,9 @@ class ForwardBoundary:
         """Count an outermost call in an untimed step.
 
         Return True to handle the call like a timed one, as long as the search for the modules that
-        the loop calls is on. A call in eval mode without gradients may be an evaluation. It is only
-        counted, with the number of training calls before it: in a later, timed step, calls at other
-        positions are an evaluation. If evaluations are searched for, their span starts here, and
-        ends at the next training call.
+        the loop calls is on. A call in eval mode without gradients may be an evaluation, so it is
+        counted: `EvaluationSearch` compares later steps with this one. While that search is active,
+        the span of such calls is timed, until the next training call.
         """
         recorder = self._recorder
         if not recorder.threads.admit_untimed_call():

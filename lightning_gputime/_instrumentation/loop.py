@@ -123,7 +123,7 @@ def is_optimizer(value: Any) -> bool:
     return has_inner and hasattr(value, "zero_grad")
 
 
-def attribute(owner: object, name: str) -> Any:
+def attribute_of(owner: object, name: str) -> Any:
     """Return an attribute of a user's object; None if it is missing or raises."""
     try:
         return getattr(owner, name, None)
@@ -140,7 +140,7 @@ def loaders_in(loader: object) -> list[object]:
 
 def dataset_of(loader: object) -> object:
     """Return the dataset of a loader, without `Subset` wrappers."""
-    dataset = attribute(loader, "dataset")
+    dataset = attribute_of(loader, "dataset")
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset

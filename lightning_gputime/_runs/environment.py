@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_gputime._compat.torch_ import is_compiled
 from lightning_gputime._instrumentation.loop import (
     Loop,
-    attribute,
+    attribute_of,
     dataset_of,
     is_distributed,
     loaders_in,
@@ -154,13 +154,13 @@ def loader_settings(loader: object) -> dict[str, Any]:
     }
     for candidate in loaders:
         # A loader of accelerate has the loader that it wraps in `base_dataloader`.
-        wrapped = attribute(candidate, "base_dataloader") or candidate
+        wrapped = attribute_of(candidate, "base_dataloader") or candidate
         if not isinstance(wrapped, DataLoader):
             found["foreign_loader"] = found["foreign_loader"] or type(candidate).__name__
     # Attributes of a DataLoader that are fields of `TrainingSetup`.
     copied = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
     for name in copied:
-        first, *others = [attribute(loader, name) for loader in loaders]
+        first, *others = [attribute_of(loader, name) for loader in loaders]
         is_common = isinstance(first, int) and all(other == first for other in others)
         found[name] = first if is_common else None
     return found
@@ -182,7 +182,7 @@ def cores_of_rank(world_size: int) -> int | None:
 def _unfused(optimizers: Sequence[Any], device_type: str) -> str:
     """Return the class of the first optimizer that would be faster if fused; empty if none."""
     for optimizer in optimizers:
-        groups, name = attribute(optimizer, "param_groups"), type(optimizer).__name__
+        groups, name = attribute_of(optimizer, "param_groups"), type(optimizer).__name__
         # 2 to 7 times faster on a CPU, where fusing SGD makes no difference.
         is_faster_on_cpu = name in ("Adam", "AdamW", "Adagrad")
         is_faster = device_type == "cuda" or (device_type == "cpu" and is_faster_on_cpu)
@@ -293,7 +293,7 @@ def _has_unused_tf32() -> bool:
     if torch.version.hip or torch.cuda.get_device_capability() < _AMPERE:
         return False
     # torch 2.9 added this attribute. If it is set, `get_float32_matmul_precision` may raise.
-    if attribute(torch.backends.cuda.matmul, "fp32_precision") == "tf32":
+    if attribute_of(torch.backends.cuda.matmul, "fp32_precision") == "tf32":
         return False
     try:
         return torch.get_float32_matmul_precision() == "highest"
