@@ -346,10 +346,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             # A callback ran the evaluation inside a step.
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
-    def _start_evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> None:
+    def _start_evaluation_loop(self, *args: Any, **kwargs: Any) -> None:
         self._start_evaluate()
         prefix, trainer = self._options.prefix, self._trainer
-        self._stage = stage = metric_key_prefix
+        # The Trainer passes it as a keyword, a subclass may pass it as the fifth argument.
+        by_position = args[4] if len(args) > 4 else "eval"
+        self._stage = stage = str(kwargs.get("metric_key_prefix", by_position))
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:

@@ -1,11 +1,12 @@
 """The clock of the GPU, measured without NVML.
 
 A kernel that spins for a number of clock cycles takes time in proportion to the length of a cycle.
-One such kernel every few seconds runs between two steps, excluded from both, behind the work of the
-first. So it measures the clock of a busy GPU. Power and heat limits lower that clock.
+One such kernel runs at the end of a timed step, behind its work, and is excluded from its phases.
+So it measures the clock of a busy GPU. Power and heat limits lower that clock.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -32,7 +33,7 @@ class GPUClock:
         self._pending: tuple[int, TimingEvent, TimingEvent] | None = None
         self._launched_ns = -_EVERY_NS
         self.is_due = False
-        """True if `measure` should be called between two steps."""
+        """True if `measure` should be called at the end of the next timed step."""
         self.mhz: list[tuple[int, float]] = []
         """Number of each measured step, and clock (in MHz)."""
 
@@ -42,31 +43,42 @@ class GPUClock:
         return {**self.__dict__, **cleared, "mhz": self.mhz.copy()}
 
     def steps_read(self) -> None:
-        """Read the newest measurement if the device has finished it. Does not wait."""
-        if self._spin is None:
+        """Read the newest measurement if the device has finished it. Does not wait or raise."""
+        if self._spin is None or self._clock.is_capturing():
             return
-        if self._pending is not None:
-            number, start, end = self._pending
-            if not end.query():
-                return
-            self._pending = None
-            if (ms := start.elapsed_time(end)) > 0.0:
-                self.mhz.append((number, CYCLES / ms / 1e3))
-            if len(self.mhz) > _MAX_MEASURED:
-                del self.mhz[1:-1:2]
+        with suppress(RuntimeError):  # The next measurement may succeed.
+            if self._pending is not None:
+                number, start, end = self._pending
+                if not end.query():
+                    return
+                if (ms := start.elapsed_time(end)) > 0.0:
+                    self.mhz.append((number, CYCLES / ms / 1e3))
+                if len(self.mhz) > _MAX_MEASURED:
+                    del self.mhz[1:-1:2]
+        self._pending = None
         self.is_due = self._clock.host_ns() - self._launched_ns >= _EVERY_NS
 
     def measure(self, number: int) -> None:
-        """Launch the measurement after the step of this number if it is due."""
-        if not self.is_due or self._spin is None or self._clock.is_capturing():
+        """Launch a measurement at the end of the step of this number. Does not raise."""
+        self.is_due = False
+        if self._spin is None or self._clock.is_capturing():
             return
-        self.is_due, self._launched_ns = False, self._clock.host_ns()
-        start, end = self._clock.event(), self._clock.event()
-        self._spin(_CYCLES_BEFORE)
-        start.record()
-        self._spin(CYCLES)
-        end.record()
-        self._pending = number, start, end
+        self._launched_ns = self._clock.host_ns()
+        try:
+            start, end = self._clock.event(), self._clock.event()
+            self._spin(_CYCLES_BEFORE)
+            start.record()
+            self._spin(CYCLES)
+            end.record()
+        except RuntimeError:
+            self.stop()
+        else:
+            self._pending = number, start, end
+
+    def stop(self) -> Any:
+        """Measure no more. Return the events of a measurement that was not read."""
+        pending, self._pending, self._spin, self.is_due = self._pending, None, None, False
+        return pending
 
     @property
     def median_mhz(self) -> float | None:

@@ -129,7 +129,8 @@ class Surroundings:
         return self._machine
 
     def remove(self) -> None:
-        """End the thread. Safe to call twice."""
+        """End the thread and the measurements of the GPU's clock. Safe to call twice."""
+        self.gpu.stop()
         if self._machine is not None:
             self._machine.stop()
 

@@ -364,7 +364,8 @@ def _candidates(edges: Floats, firsts: Ints, lasts: Ints) -> tuple[Ints, Floats]
 def _shapes(edges: Floats, candidates: Ints) -> Floats:
     """Return for each change (row) its fraction in each segment (column).
 
-    For example, a jump in the middle of the second of four segments is 0, 0.5, 1 and 1.
+    For example, with four equal segments, a jump at the second is 0, 1, 1 and 1, and a trend over
+    the second and third is 0, 0.25, 0.75 and 1.
     """
     # Numbers of steps, as a column: one row per change.
     start, full, until = (edges[position][:, None] for position in candidates)

@@ -77,7 +77,7 @@ class RankTotals:
         lines: Its longest lines; empty if unknown.
         busy_ms: Time of the host per step without waits for the GPU (in milliseconds); None if
             unknown, and without a GPU.
-        core_wait: Fraction of the time in which the loop waited for a CPU core; None if unknown.
+        core_wait: Mean fraction of a step in which the loop waited for a CPU core; None if unknown.
         batch: Content of its batches.
         windows: Its times over the run. None if the details were not sent: these times,
             `host_shares`, `lines`, `busy_ms`, `core_wait` and `batch`.

@@ -143,8 +143,10 @@ class StepMarks:
 
     def relabel_replay(self) -> None:
         """Relabel a step without inner marks: a replay of a CUDA graph, which calls no hooks."""
-        if len(self.marks) == 2 and self.marks[0][0] == DATA:
-            self._relabel_at(0, OTHER)
+        # The timer may have excluded something at the start or the end.
+        inside = [index for index, label in enumerate(self.labels[:-1]) if label != EXCLUDED]
+        if len(inside) == 1 and self.marks[inside[0]][0] == DATA:
+            self._relabel_at(inside[0], OTHER)
 
     def _relabel_at(self, index: int, label: str) -> None:
         self.marks[index] = (label, *self.marks[index][1:])

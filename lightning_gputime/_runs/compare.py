@@ -483,7 +483,7 @@ def _differing_environments(sides: Sequence[Sequence[Run]], allow_mismatch: bool
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
     """Return True if the runs are pairs, in any order, that each started before the next pair.
 
-    Example: a b b a a b. Equal start times show no order.
+    Example: the order a b, b a, a b, a b, b a of five pairs. Equal start times show no order.
     """
     if not len(before) == len(after) >= _MIN_PAIRS:
         return False

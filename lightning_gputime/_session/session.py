@@ -39,6 +39,7 @@ from lightning_gputime._phases import (
     BETWEEN_BATCHES,
     DATA,
     EVALUATION_IN_STEP,
+    EXCLUDED,
     MAY_EVALUATE,
     OTHER,
     StepRecord,
@@ -435,6 +436,11 @@ class Session:
             self._add_duration()
             self._starts_drained = is_examined
         if is_timed:
+            gpu_clock = self._surroundings.gpu
+            if gpu_clock.is_due and not recorder.named.names and mode is TIMED:
+                # Exclude it from this step: loops are recognized by the first marks of a step.
+                recorder.mark(EXCLUDED)
+                gpu_clock.measure(number)
             recorder.end_step(
                 number,
                 skipped_update,
@@ -460,12 +466,10 @@ class Session:
             self._ended_ns = now_ns - wall_clock.outside_ns
             if log_is_due:
                 self._write_log()
-        gpu_clock = self._surroundings.gpu
-        if self._comparison.due_step is not None or gpu_clock.is_due:
-            # The next step has started, so exclude these from it.
+        if self._comparison.due_step is not None:
+            # The next step has started, so exclude the exchange between ranks from it.
             recorder.pause()
             self._comparison.compare_if_due()
-            gpu_clock.measure(number)
             recorder.resume(label)
         has_been_removed = self.mode is ENDED  # By an observer, while steps were read.
         if not self.times_all and not has_been_removed:
@@ -662,9 +666,11 @@ class Session:
         if may_log:
             self._schedule_log(number, self.index - 1)
         log_is_due = self._means.is_due
-        has_unread = self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check)
-        # Once the steps before are read, the next check is due when the hooks return.
-        next_check = self.index + _CHECK_STEPS if has_unread else self._hooks_return_at
+        next_check = self.index + _CHECK_STEPS
+        if not self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check):
+            # Once the steps before are read, check only before the hooks return: the cost of timing
+            # is measured against the last steps before a window.
+            next_check = max(next_check, self._hooks_return_at - _CHECK_STEPS)
         self._check_at = min(next_check, self._hooks_return_at)
         if log_is_due:
             self._write_log()
@@ -936,7 +942,7 @@ class Session:
         self._analyzer.remove()
         self._comparison.remove()
         self._to_remove.clear()
-        return self.recorder.abandon()
+        return [*self.recorder.abandon(), self._surroundings.gpu.stop()]
 
     def lose(self) -> None:
         """End all timing, because the timer was deleted. The next session removes the hooks."""
