@@ -208,7 +208,7 @@ PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 
 KEEP_UP = f"set num_workers=5 (now 2; 16 CPU cores) to keep up: at present, {PACE}"
 WITHOUT_CORES = f"set num_workers=5 (now 2) to keep up: at present, {PACE}"
 SHORTEN = f"set num_workers=3 (now 2; 4 CPU cores) to shorten the wait: at present, {PACE}"
-FASTER = "make `{}` faster: more workers cannot help on {} CPU cores"
+FASTER = "make `{}` faster: {} workers cannot help on {} CPU cores"
 SLOW_WORKER = (
     "check what worker 1 reads: a batch takes 60 ms there, and 20 ms in the others; 1 of every 3"
     " batches comes from it"
@@ -265,9 +265,9 @@ def diagnosed(
     [
         ({}, 16, [KEEP_UP]),
         ({}, None, [WITHOUT_CORES]),
-        ({"cpu_share": 1.0}, 4, [SHORTEN, FASTER.format("Photos.__getitem__", 4)]),
-        ({"cpu_share": 1.0}, 2, [FASTER.format("Photos.__getitem__", 2)]),
-        ({"workers": (COLLATING,) * 2, "cpu_share": 1.0}, 2, [FASTER.format("pad", 2)]),
+        ({"cpu_share": 1.0}, 4, [SHORTEN, FASTER.format("Photos.__getitem__", "more than 3", 4)]),
+        ({"cpu_share": 1.0}, 2, [FASTER.format("Photos.__getitem__", "more", 2)]),
+        ({"workers": (COLLATING,) * 2, "cpu_share": 1.0}, 2, [FASTER.format("pad", "more", 2)]),
         ({"workers": (WORKER, SLOW, WORKER)}, 16, [SLOW_WORKER]),
         ({"workers": (WITHOUT_BATCH, SLOW, WORKER)}, 16, [SLOW_WORKER]),
         (LONG_BATCHES, 16, [RARE]),
