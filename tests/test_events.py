@@ -111,20 +111,30 @@ def test_capture_is_detected_on_any_stream() -> None:
 def test_loop_time_stops_while_the_thread_waits_for_a_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_ns = 10**9
+    now_ns, ran_ns = 10**9, 10**8
     monkeypatch.setattr("time.perf_counter_ns", lambda: now_ns)
+    monkeypatch.setattr("time.clock_gettime_ns", lambda _: ran_ns)
     counts = tmp_path / "schedstat"
     counts.write_text("0 7000 7\n")
     time = LoopTime(os.open(counts, os.O_RDONLY))
     found = list[int]()
-    for ms, waited_ms in [(0.0, 0.0), (5.0, 3.0), (0.06, 0.01), (0.06, 0.0), (2.0, 2.0), (1.0, 0)]:
+    for ms, ran_ms, waited_ms in [
+        (0.0, 0.0, 0.0),
+        (5.0, 2.0, 3.0),
+        (0.06, 0.05, 0.01),
+        (0.06, 0.0, 0.06),
+        (2.0, 0.0, 2.0),
+        (1.0, 1.0, 0.0),
+        (9.0, 9.0, 0.0),
+    ]:
         now_ns += round(1e6 * ms)
+        ran_ns += round(1e6 * ran_ms)
         waited_ns = int(counts.read_text().split()[1]) + round(1e6 * waited_ms)
         counts.write_text(f"0 {waited_ns} 7\n")
         found.append(time() - found[0] if found else time())
-    # The wait of 0.01 ms counts 0.06 ms later.
-    assert found[1:] == [2_000_000, 2_060_000, 2_110_000, 2_110_000, 3_110_000]
-    assert time.waited_ns == 5_010_000
+    # The waits of 0.01 and 0.06 ms count with the next wait.
+    assert found[1:] == [2_000_000, 2_060_000, 2_120_000, 2_120_000, 3_050_000, 12_050_000]
+    assert time.waited_ns == 5_070_000
 
 
 def test_loop_time_stands_still_during_the_time_trial(
