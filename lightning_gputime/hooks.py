@@ -161,6 +161,8 @@ class _PlainLoop(BatchState):
         timer._safely(self.begin)
         timer._read_loader(iterable, in_data=True)
         use, wall_clock = _Use.UNKNOWN, self._wall_clock
+        # A local name: Python clears the names of modules before it ends generators at its exit.
+        is_exiting = sys.is_finalizing
         self.is_fetching = True
         wall_clock.start_loop()
         try:
@@ -177,7 +179,8 @@ class _PlainLoop(BatchState):
                 try:
                     yield item
                 except GeneratorExit:
-                    if self._body is body:  # Otherwise another loop has ended this body.
+                    # Another loop may have ended this body.
+                    if self._body is body and not is_exiting():
                         timer._safely(self._leave_body)
                     raise
                 session = timer._session  # The body may have removed or attached the timer.
@@ -202,8 +205,9 @@ class _PlainLoop(BatchState):
                     timer._give_up(error)
                 self.is_fetching = True
         finally:
-            wall_clock.end_loop()
             self.is_fetching = False
+            if not is_exiting():
+                wall_clock.end_loop()
         timer._safely(self._end_loop, use)
 
     def _end_unusual_batch(self, timer: "GPUPhaseHooks", use: _Use) -> _Use:

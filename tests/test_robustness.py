@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from fake_gpu import STEP_MS, FakeGPU, Layer, batches, steps
 from fake_lightning import Loader, Model, callback, fit, timer_of, trainer
 from fake_loop import Loop, hooks, train
+from processes import start
 from test_nothing_stays import left_on
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
@@ -256,3 +258,46 @@ def test_interrupt_of_the_last_host_wait_leaves_no_hooks(
     assert is_bare()
     timer.remove()
     assert not torch_optimizer._global_optimizer_post_hooks
+
+
+LEFT_AT_EXIT = """
+from itertools import repeat
+
+import torch
+
+from lightning_gputime import GPUPhaseHooks, phase
+
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+timer = GPUPhaseHooks(net, optimizer).attach()
+
+def batches():
+    for x in timer.steps(repeat(torch.ones(2, 4))):
+        with phase("augment"):
+            yield x
+
+def pause():
+    with timer.paused():
+        yield
+
+def train(loader):
+    for _ in range(30):
+        net(next(loader)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+first, second, paused = iter(timer.steps(repeat(torch.ones(2, 4)))), batches(), pause()
+train(first)
+train(second)
+next(paused)
+"""
+
+
+@pytest.mark.slow
+def test_loops_and_phases_that_python_ends_at_its_exit_print_no_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LEFT_AT_EXIT)
+    process = start(script)
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert "Exception" not in printed + errors

@@ -146,7 +146,8 @@ class NamedPhase(ContextDecorator):
                 recorder.enter_phase(self._name)
 
     def __exit__(self, *_: object) -> None:
-        if not torch.compiler.is_compiling():
+        # A generator of the user may end inside a phase when Python exits, which clears `torch`.
+        if torch is not None and not torch.compiler.is_compiling():
             for recorder in self._recorders:
                 recorder.leave_phase(self._name)
 
