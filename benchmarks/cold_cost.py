@@ -190,27 +190,33 @@ def added_by_least(training: Training) -> Added:
         yield us - without_us
 
 
-def added_by_timed(training: Training) -> Added:
-    with GPUPhaseHooks(
-        training.net,
-        training.optimizer,
-        every_n_steps=2 * BLOCK,
-        log_every_n_steps=10**6,
-        lines=False,  # An examined step would distort its block.
-    ) as timer:
-        # Remove hooks between blocks, as "auto" does between timing windows.
-        timer._session.schedule = Alternating()  # type: ignore[union-attr]
-        batches = iter(timer.steps(repeat(training.x)))
+def timed_steps(training: Training, **options: Any) -> tuple[Any, Step]:
+    """Return a timer, and a function that runs a step of the training with it."""
+    timer = GPUPhaseHooks(training.net, training.optimizer, **options)
+    timer.attach()
+    batches = iter(timer.steps(repeat(training.x)))
+    next(batches)
 
-        def step() -> None:
-            # Measure from batch to batch, to include the end of the step.
-            training.step()
-            next(batches)
-
+    def step() -> None:
+        # Measure from batch to batch, to include the end of the step.
+        training.step()
         next(batches)
+
+    return timer, step
+
+
+def added_by_timed(training: Training) -> Added:
+    # An examined step would distort its block.
+    options = {"every_n_steps": 2 * BLOCK, "log_every_n_steps": 10**6, "lines": False}
+    timer, step = timed_steps(training, **options)
+    # Remove hooks between blocks, as "auto" does between timing windows.
+    timer._session.schedule = Alternating()
+    try:
         while True:
             without_us = us_per_step(step)
             yield us_per_step(step) - without_us
+    finally:
+        timer.remove()
 
 
 class StepTimes:
@@ -267,20 +273,6 @@ def in_turns(step: Step, bare: Step, rounds: int) -> list[float]:
         step()
         found.append(us_per_step(step) - without_us)
     return found
-
-
-def timed_steps(training: Training, **options: Any) -> tuple[Any, Step]:
-    """Return a timer, and a function that runs a step of the training with it."""
-    timer = GPUPhaseHooks(training.net, training.optimizer, **options)
-    timer.attach()
-    batches = iter(timer.steps(repeat(training.x)))
-    next(batches)
-
-    def step() -> None:
-        training.step()
-        next(batches)
-
-    return timer, step
 
 
 def defaults_in_plain_loop(layers: int, seconds: float, **options: Any) -> dict[str, list[float]]:
@@ -369,7 +361,7 @@ class Turns(Stopwatch):
 
     @property
     def added_us(self) -> list[float]:
-        """What the callback adds: each block with it minus the mean of its neighbors."""
+        """Time of each block with the callback, minus the mean of the blocks next to it."""
         off, on = self.blocks_us[::2], self.blocks_us[1::2]
         return [us - (a + b) / 2 for us, (a, b) in zip(on, pairwise(off), strict=False)]
 

@@ -260,21 +260,10 @@ def check(case: Case, front: str, device: str) -> dict[str, Any]:
     return {"causes": causes_found, "true": round(truth, 2), **waits, **checks}
 
 
-class Products(nn.Module):
-    """Large matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(6)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
-
-
 def check_clock(steps: int) -> dict[str, Any]:
     """Train with batches of zeros, then with random numbers, and compare the GPU's clock."""
-    model = Products().to("cuda", torch.bfloat16)
+    layers = (nn.Linear(8192, 8192, bias=False) for _ in range(6))
+    model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     zeros = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16)
     random = torch.randn_like(zeros)

@@ -62,7 +62,7 @@ _LEFT_OVER = (
 
 
 class _Use(Enum):
-    """What a loop over `steps` does with its batches, by the batches so far.
+    """Use that a loop over `steps` makes of its batches, as the batches so far show.
 
     It changes from `UNKNOWN` to `AHEAD` or `TRAINING`, which are final, or to `EVALUATION`, after
     which it may still change to `TRAINING`.

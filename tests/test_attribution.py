@@ -273,6 +273,19 @@ def test_clock_that_falls_is_the_reason_of_a_slowdown(gpu: FakeGPU) -> None:
     assert summary.measurement.gpu_mhz in (1600.0, 1800.0, 2000.0)
 
 
+def test_clock_of_a_gpu_that_idles_is_no_reason(gpu: FakeGPU) -> None:
+    gpu.mhz = 2000.0
+    loop = Loop(gpu)
+    with hooks(loop, lines=False, every_n_steps=2) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(1200))):
+            gpu.host_work(40.0 if number < 600 else 60.0)
+            gpu.mhz = 2000.0 if number < 600 else 1600.0
+            loop.train(x)
+    slowdown = timer.summary().slowdown
+    assert slowdown is not None
+    assert slowdown.reason == ""
+
+
 def every_batch(loop: Loop, timer: Any) -> None:
     for x in timer.steps(loop.batches(800)):
         loop.train(x)

@@ -1,4 +1,4 @@
-"""What else runs on the machine: threads, processes, pressure on its resources, and swap.
+"""What else runs on the machine: threads, processes, pressure and swap.
 
 A *source* returns cumulative values by name, such as the CPU time of each thread. `MachineLog`
 reads the sources next to the loop. The growth of a value during a step is the step's exposure.

@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     name: str
     values: Floats  # One value per step; NaN if unknown.
     place: str = ""  # Function with file and line, or process id.
-    kind: str = "pressure"  # See `OutsideCause.kind`.
+    kind: str = ""  # See `OutsideCause.kind`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,7 +262,8 @@ class Surroundings:
 
     def _reason_of(self, slowdown: Slowdown) -> str:
         """Return what has changed at the same time; empty if nothing has."""
-        if change := self.gpu.change_at(slowdown.since_step):
+        # Where the host sets the pace, a GPU with less work may lower its clock by itself.
+        if self._is_gpu_bound and (change := self.gpu.change_at(slowdown.since_step)):
             return f"{change}, not your code"
         timed = np.array([*self._timed], float).reshape(-1, 5)
         is_after = timed[:, 0] >= slowdown.since_step

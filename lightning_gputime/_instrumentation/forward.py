@@ -454,7 +454,7 @@ class ForwardBoundary:
         is_in_model_call = bool(self.running)
         is_in_backward = current_graph_task_id() != -1  # Checkpointing computes the loss again.
         if not is_in_model_call and not is_in_backward:
-            # What the loop has done with the output since the model returned prepares the loss.
+            # Since the model returned, the loop has prepared the loss, such as reshaped the output.
             self._recorder.mark_instead(LOSS, of=AFTER_FORWARD)
 
 

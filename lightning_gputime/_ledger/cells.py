@@ -206,9 +206,8 @@ def _paced_cells(paced: Sequence[_Paced]) -> dict[Cell, float]:
     of idle time, the queue would have been empty even without the wait.
     """
     waiting: Line | None = None  # Line that has waited until the device had no work left.
-    avoidable_ms = (
-        0.0  # Idle time that the wait may still explain: at first, the work in the queue.
-    )
+    # Idle time that the wait may still explain: at first, the work in the queue.
+    avoidable_ms = 0.0
     # Twice, because a queue that is empty at the end of a step explains the start of the next. The
     # second pass starts with the state at the end of the first, whose cells are dropped.
     for _ in range(2):

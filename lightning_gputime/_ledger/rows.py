@@ -16,7 +16,7 @@ from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
 from lightning_gputime._ledger.places import Function, FunctionKey, Line, Operations, lines_in
 from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, FORWARD, of_one_callback
 
-# Which lines have a row, see `_RowChoice`. These fractions give tables of about ten rows.
+# Thresholds of `_RowChoice`, which give tables of about ten rows.
 _MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
 _MIN_DEEPER = 0.7  # A function that takes this fraction of its caller explains the caller's time.
 _MIN_LINE = 0.6  # A line that takes this fraction of a function stands for the function.
@@ -27,7 +27,7 @@ _MIN_EVIDENCE = 0.5  # Examined steps must show this fraction of a phase's time 
 LONG_STEP = 1.5
 """A step is long if it takes at least this multiple of the median."""
 
-# Which lines have grown, see `_growth`.
+# Thresholds of `_growth`.
 _N_FIRST, _N_LAST = 3, 2  # Number of the first and of the last examined steps to compare.
 _MIN_GROWTH = 1.25  # Each of the last steps has this multiple of the longest of the first.
 _MIN_RANK_CORRELATION = 0.7  # Of the time and the number of the step, over all examined steps.
@@ -547,7 +547,7 @@ class _RowChoice:
         if function.key not in self._busy and (self.is_loop(function) or self._is_model(function)):
             if lines_ms[number] >= self._min_row_ms:
                 return function, number
-            # The other lines of a loop are a row of their own, even if one line is dominant.
+            # Keep the other lines of a loop in their own row, even if one line is dominant.
             has_row = lines_ms[longest] >= self._min_row_ms
             is_dominant = is_dominant and has_row and not self.is_loop(function)
         return function, longest if is_dominant else 0
