@@ -199,12 +199,12 @@ class LoopTime:
             # While it ran, it has not waited. This saves most readings, which take ten times as
             # long as the clock of the thread.
             if now_ns - self._read_ns - (ran_ns - self._ran_ns) > _MIN_CORE_WAIT_NS:
-                for _ in range(3):
-                    before_ns = now_ns
-                    self.waited_ns, now_ns = self._read(), time.perf_counter_ns()
-                    if now_ns - before_ns <= _MIN_CORE_WAIT_NS:
-                        break  # Else the thread may have waited between the two readings.
-                self._read_ns, self._ran_ns = now_ns, ran_ns
+                waited_ns = self._read()
+                for _ in range(5):
+                    before_ns, now_ns, waited_ns = waited_ns, time.perf_counter_ns(), self._read()
+                    if waited_ns == before_ns:
+                        break  # Else the thread has waited between these readings.
+                self._read_ns, self._ran_ns, self.waited_ns = now_ns, ran_ns, waited_ns
         self._last_ns = max(now_ns - self.waited_ns - self._trials_ns, self._last_ns)
         return self._last_ns
 
