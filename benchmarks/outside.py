@@ -11,7 +11,7 @@ timer, waits for a core are not part of a step.
   where the cause takes cores. Runs in which the cause has no effect do not count: less than 10
   points, or less than 2 % of the time.
 - share: the sum of such shares is within 10 points of the true share
-- false: another cause is named; in a control, any cause
+- false: another cause has a tenth of the excess; in a control, any cause
 
 The falling clock is planted by the content of the batches: with zeros in the first half, matrix
 products need less power than with random numbers, so the GPU lowers its clock in the second half.
@@ -19,6 +19,7 @@ products need less power than with random numbers, so the GPU lowers its clock i
 
 import gc
 import logging
+import math
 import os
 import queue
 import re
@@ -30,7 +31,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from record import environment, new_parser, save
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._attribution.overlap import MIN_SHARE
 from lightning_gputime._attribution.surroundings import _excess
 from lightning_gputime._record.clock import core_times
 
@@ -66,8 +68,12 @@ class Plant:
     def __init__(self, folder: str, model: nn.Module) -> None:
         self.folder, self.model = folder, model
         self.is_on, self.is_done = threading.Event(), threading.Event()
-        self.messages = queue.Queue[Any]()
-        self.processes = list[Any]()
+        self.messages, self.spawned_s = queue.Queue[Any](), -math.inf
+        self.processes, self.threads = list[Any](), list[threading.Thread]()
+
+    def start(self, run: Callable[..., None], *arguments: object) -> None:
+        self.threads.append(threading.Thread(target=run, args=arguments, daemon=True))
+        self.threads[-1].start()
 
     def spin_in_python(self) -> None:
         while not self.is_done.is_set():
@@ -96,6 +102,8 @@ class Plant:
         for process in self.processes:
             process.kill()
             process.wait()
+        for thread in self.threads:
+            thread.join()
 
 
 def in_bursts(plant: Plant, step: int) -> None:
@@ -109,15 +117,19 @@ def in_bursts(plant: Plant, step: int) -> None:
 def save_in_thread(plant: Plant, step: int) -> None:
     if step % 50 == 20:
         state = {name: value.detach().cpu() for name, value in plant.model.state_dict().items()}
-        threading.Thread(target=plant.save, args=(state,)).start()
+        plant.start(plant.save, state)
 
 
-def spawn(*command: str, n: int = 1, every: int = 300) -> Callable[[Plant, int], None]:
-    """Start `n` processes, once in `every` steps."""
+def spawn(*command: str, n: int = 1, every_s: float = 2.0) -> Callable[[Plant, int], None]:
+    """Start `n` processes from step 100 on, once in `every_s` seconds."""
 
     def each(plant: Plant, step: int) -> None:
+        now_s = time.perf_counter()
+        if step < 100 or now_s - plant.spawned_s < every_s:
+            return
+        plant.spawned_s = now_s
         words = [part.format(folder=plant.folder) for part in command]
-        for _ in range(n if step % every == 100 else 0):
+        for _ in range(n):
             plant.processes.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
 
     return each
@@ -143,7 +155,7 @@ class Case:
     thread: str = ""  # Method of `Plant` that runs in threads.
     threads: int = 0
     long_batches: bool = False  # True if 1 of 12 batches is 8 times as long as the others.
-    needs_gpu: bool = False
+    is_gpu_bound: bool = False  # On a GPU, the host sets the pace of the other cases.
     steps: int = 1500
 
     def batches(self, device: str, steps: int) -> Iterator[dict[str, Tensor]]:
@@ -152,7 +164,7 @@ class Case:
             yield {"input_ids": torch.zeros(rows, 16, dtype=torch.long, device=device)}
 
 
-DD = ("dd", "if=/dev/zero", "of={folder}/large", "bs=1M", "count=2000", "conv=fsync")
+DD = ("dd", "if=/dev/zero", "of={folder}/large", "bs=1M", "count=500", "conv=fsync")
 CASES = {
     "control": Case(""),
     "spinning Python thread": Case("spin_in_python", in_bursts, "spin_in_python", 1),
@@ -160,9 +172,11 @@ CASES = {
     "asynchronous save": Case("save|storage", save_in_thread),
     "dd of a large file": Case("`dd`|storage", spawn(*DD)),
     "process on the GPU": Case(
-        "GPU", spawn(sys.executable, "-c", BUSY_GPU, every=10**6), needs_gpu=True, steps=3000
+        "GPU", spawn(sys.executable, "-c", BUSY_GPU, every_s=math.inf), is_gpu_bound=True
     ),
-    "process on the cores": Case("python|core", spawn(sys.executable, "-c", BUSY, n=CORES)),
+    "process on the cores": Case(
+        "python|core", spawn(sys.executable, "-c", BUSY, n=CORES, every_s=2.5)
+    ),
     "long batches": Case("tokens|elements", long_batches=True),
     "garbage": Case("garbage collection", make_garbage),
     "logger's thread": Case("write_log", log_in_thread, "write_log", 1),
@@ -201,12 +215,11 @@ def run(case: Case, front: str, device: str, steps: int, *, timed: bool) -> tupl
         a core; and the fraction of the time in which the loop waited for a core.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # On a GPU, the host sets the pace of a step of 5 ms, except for long batches.
-        width, blocks = (512, 4) if device == "cuda" else (96, 1)
+        width, blocks = (2048 if case.is_gpu_bound else 512, 4) if device == "cuda" else (96, 1)
         task = Task(lambda step: case.each(plant, step), width, blocks).to(device)
         plant = Plant(folder, task)
         for _ in range(case.threads):
-            threading.Thread(target=getattr(plant, case.thread), daemon=True).start()
+            plant.start(getattr(plant, case.thread))
         timer: Any = None
         try:
             if front == "lightning":
@@ -238,11 +251,13 @@ def check(case: Case, front: str, device: str) -> dict[str, Any]:
     causes = [(str(cause), cause.share) for cause in outside.causes] if outside else []
     if summary.slow is not None:
         shares = summary.slow.cause_shares.items()
-        causes += [(name, share / summary.slow.share) for name, share in shares if share >= 0.02]
+        causes += [(name, share / summary.slow.share) for name, share in shares]
+        causes = [(text, share) for text, share in causes if share >= MIN_SHARE]
     causes_found = [f"{share:.2f} {text}" for text, share in causes]
     if not case.pattern:
         return {"causes": causes_found, "false": bool(causes)}
-    _, all_ms, clean_wait = run(Case(""), front, device, steps, timed=False)
+    clean = replace(CASES["control"], is_gpu_bound=case.is_gpu_bound)
+    _, all_ms, clean_wait = run(clean, front, device, steps, timed=False)
     clean_ms = float(_excess(all_ms).sum())
     _, all_ms, planted_wait = run(case, front, device, steps, timed=False)
     planted_ms = float(_excess(all_ms).sum())
@@ -257,6 +272,8 @@ def check(case: Case, front: str, device: str) -> dict[str, Any]:
         is_told = takes_cores and "for a CPU core" in "\n".join(summary.notes)
         checks["named"] = bool(matched) or is_told
     waits = {"core_waits": [round(clean_wait, 2), round(planted_wait, 2)]}
+    if outside and outside.not_checked:
+        waits["not_checked"] = [*outside.not_checked]
     return {"causes": causes_found, "true": round(truth, 2), **waits, **checks}
 
 
@@ -267,7 +284,8 @@ def check_clock(steps: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     zeros = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16)
     random = torch.randn_like(zeros)
-    query = "nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "200"
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    query = "nvidia-smi", gpu, "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms=200"
     with tempfile.TemporaryFile("w+") as file:
         monitor = subprocess.Popen(query, stdout=file)
         n_early = 0
@@ -319,7 +337,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     rows: dict[str, Any] = {}
     for front, (name, case) in product(("plain", "lightning"), CASES.items()):
-        if arguments.only not in f"{front}: {name}" or (case.needs_gpu and device == "cpu"):
+        if arguments.only not in f"{front}: {name}" or (case.is_gpu_bound and device == "cpu"):
             continue
         for round_ in range(arguments.rounds):
             row = check(case, front, device)

@@ -11,15 +11,12 @@ an innermost phase, such as `data/fetch`.
 
 import gc
 import itertools
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from math import inf
-from operator import itemgetter
 from statistics import median
-from time import perf_counter_ns
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -47,14 +44,10 @@ from lightning_gputime._measurement.slow import (
 )
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import (
-    BACKWARD,
     BETWEEN_BATCHES,
     CALLBACKS,
     DATA,
     FETCH,
-    FORWARD,
-    LOSS,
-    OPTIMIZER,
     PHASES,
     TRAINING_STEP,
     StepRecord,
@@ -67,13 +60,7 @@ from lightning_gputime._record.clock import Clock
 
 _STEPS_PER_BASELINE = 25  # Number of steps that are compared with the same baseline.
 _BASELINE_STEPS = 50  # Maximum number of steps in a baseline: the newest steps.
-_NEAR_NS = 1_000_000  # Maximum distance of a sample from the mark that it belongs to.
-# Minimum host time of steps whose CPU time is sampled. A sample takes about 5 us, because the code
-# of the system call is not in the caches of a CPU that drives a GPU.
-_MIN_SAMPLED_MS = 2.0
-# Minimum time off the CPU. Less may be an artifact: the kernel counts CPU time in ticks of up to
-# 4 ms, and Python switches threads every 5 ms.
-_MIN_OFF_CPU_MS = 6.0
+_NEAR_NS = 1_000_000  # Maximum distance of a reading from the mark that it belongs to.
 
 # Kinds of spans, innermost first. A span may contain spans of earlier kinds.
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage_collection", "compilation", "callback")
@@ -115,19 +102,14 @@ class SlowStepAnalyzer:
         # Call these before and after loggers and observers run. `end_callback` takes their name.
         self.start_callback = partial(self._spans.start, "callback")
         self.end_callback = partial(self._spans.end, "callback")
-        self.sampler = HostSampler(
-            counters=allocator_counters(getattr(clock, "device", None)),
-            # CPU time can only be compared with the system clock.
-            usage=thread_usage() if now_ns is perf_counter_ns else None,
-        )
+        self.allocator = AllocatorLog(allocator_counters(getattr(clock, "device", None)))
         # Detectors run in this order, and each explains only what the detectors before it did not.
-        # So spans with known times come first, the allocator's counters and CPU time last.
+        # So spans with known times come first, the allocator's counters last.
         self.collectors: list[Callable[[Sequence[StepRecord], Baseline], Detector | None]] = [
             self._spans.collect_spans,
             self._collect_fetches,
             _collect_phases,
-            self.sampler.collect_counters,
-            self.sampler.collect_off_cpu,
+            self.allocator.collect_counters,
         ]
         self._loops_ns = deque[int](maxlen=100)  # Host times of the newest starts of loops.
         self._fetch_phase = FETCH  # Phase of the fetches; empty for an iterable that loads nothing.
@@ -152,7 +134,7 @@ class SlowStepAnalyzer:
     def remove(self) -> None:
         """Stop collecting evidence. Safe to call twice, and in a forked process."""
         self._is_attached = False
-        self.sampler.stop()
+        self.allocator.stop()
         self._spans.remove()
 
     def _give_up(self, error: Exception) -> None:
@@ -175,7 +157,7 @@ class SlowStepAnalyzer:
     def timing_resumes(self) -> None:
         """Call at the start of a timed step that does not follow a timed step."""
         if self._is_attached:
-            self.sampler.start(self._now_ns())
+            self.allocator.start(self._now_ns())
 
     def steps_read(self, read: ReadSteps) -> None:
         """Find slow steps after the warm-up. Then start a "callback" span: loggers run next."""
@@ -202,7 +184,7 @@ class SlowStepAnalyzer:
                         found += self._find_slow([*baseline.steps], [*baseline.each_ms])
                     if self._is_attached:
                         self._spans.attach()  # Dynamo may have been imported or reset meanwhile.
-                        self.sampler.follow(baseline, self._now_ns())
+                        self.allocator.follow(baseline, self._now_ns())
         except Exception as error:
             found = []
             self._give_up(error)
@@ -262,7 +244,8 @@ class SlowStepAnalyzer:
                 detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
             else:
                 detail = f"its {workers} workers had no batch ready"
-            excess.attribute_host("dataloader", detail, lambda part: part == phase)
+            if phase in excess.parts:
+                excess.parts[phase].attribute_host("dataloader", detail)
 
         return detect
 
@@ -270,7 +253,7 @@ class SlowStepAnalyzer:
 def _collect_phases(*_: object) -> Detector:
     def detect(excess: Excess) -> None:
         """Attribute host excess in callbacks and phases, and device excess in waits for ranks."""
-        for part in excess.longest_parts():
+        for part in excess.parts.values():
             name = part.name
             if name == CALLBACKS:
                 detail = "other callbacks"
@@ -368,7 +351,7 @@ class HostSpans:
                     if ms := part.take(start_ns, end_ns):
                         part.host_causes[_CauseKey(kind, detail)] += ms
                         part.host_left_ms = max(part.host_left_ms - ms, 0.0)
-            for part in excess.longest_parts():
+            for part in excess.parts.values():
                 for cause in [*part.host_causes]:
                     if cause.kind == "compilation":
                         # In the rest of the excess, the new code was loaded and run for the first
@@ -378,22 +361,16 @@ class HostSpans:
         return detect if spans else None
 
 
-class HostSampler:
-    """Samples at the ends of steps: CPU time of the thread, and counters of torch's allocator.
+class AllocatorLog:
+    """Counters of torch's allocator, read after steps with a long host time and every 25 steps.
 
-    The newest baseline determines what is sampled: CPU time after every step, if steps are long,
-    and the counters after steps with a long host time, and every 25 steps. `counters` is None for a
-    device without counters, `usage` if the system does not count the CPU time of threads.
+    `counters` is None for a device without counters.
     """
 
-    def __init__(
-        self, counters: Callable[[], Sequence[int]] | None, usage: Callable[[], Any] | None
-    ) -> None:
-        self._counters, self._usage = counters, usage
-        self._samples_usage = False  # False while steps are short.
+    def __init__(self, counters: Callable[[], Sequence[int]] | None) -> None:
+        self._counters = counters
         self._ended_ns = 0  # Host time of the end of the last step.
         self._threshold_ns = inf  # The counters are read after steps with a longer host time.
-        self._usages = deque[tuple[int, Any]](maxlen=500)
         self._last_counts: Sequence[int] | None = None
         # Time at which the counters were read, and their growth since the previous read.
         self._growths = deque[tuple[int, Sequence[int]]](maxlen=200)
@@ -406,20 +383,17 @@ class HostSampler:
 
     def end_step(self, now_ns: int) -> None:
         """Sample just before the mark between two steps. Keep it cheap: it runs in every step."""
-        if self._samples_usage:
-            self._usages.append((now_ns, self._usage()))  # type: ignore[misc]
         if now_ns - self._ended_ns > self._threshold_ns:
             self._read_counters(now_ns)
         self._ended_ns = now_ns
 
     def follow(self, baseline: "Baseline", now_ns: int) -> None:
-        """Choose what to sample from a new baseline."""
+        """Choose the threshold from a new baseline."""
         self._threshold_ns = baseline.host_threshold_ms * 1e6
-        self._samples_usage = self._usage is not None and baseline.host_ms >= _MIN_SAMPLED_MS
         self._read_counters(now_ns)
 
     def stop(self) -> None:
-        self._samples_usage, self._threshold_ns = False, inf
+        self._threshold_ns = inf
 
     def _read_counters(self, now_ns: int) -> None:
         """Read the allocator's counters, which takes about 70 us."""
@@ -447,66 +421,11 @@ class HostSampler:
             growth = next(of_step, ())  # Empty if no counters were read at the end of this step.
             counters = zip(_COUNTERS.values(), growth, strict=False)
             if detail := ", ".join(f"{counter} {n}" for counter, n in counters if n > 0):
-                excess.attribute_host("allocator", detail, lambda part: not is_wait(part))
+                for part in excess.parts.values():
+                    if not is_wait(part.name):
+                        part.attribute_host("allocator", detail)
 
         return detect if growths else None
-
-    def collect_off_cpu(self, steps: Sequence[StepRecord], baseline: "Baseline") -> Detector | None:
-        if not self._usages:
-            return None
-        samples = [*self._usages]
-        slow = {step.host_ns[0]: _off_cpu(samples, step) for step in steps}
-        found = {ns: off for ns, off in slow.items() if off and off[0] >= _MIN_OFF_CPU_MS}
-        if not found:
-            return None  # Most slow steps have another cause: do not compute the usual values.
-        others = filter(None, [_off_cpu(samples, step) for step in baseline.steps])
-        usual = [*map(median, zip(*others, strict=True))]
-
-        def detect(excess: "Excess") -> None:
-            """Attribute the time in which other threads ran, or in which the thread was stopped."""
-            off_cpu = zip(found.get(excess.start_ns, usual), usual, strict=True)
-            ms, voluntary, involuntary = (value - mid for value, mid in off_cpu)
-            if ms < _MIN_OFF_CPU_MS:
-                return
-            if involuntary > max(voluntary, 0.0):
-                excess.attribute_host("off_cpu", "other threads had the CPU", max_ms=ms)
-            elif ms >= _MIN_OFF_CPU_MS * voluntary:
-                # Each wait took long. Many short waits would only mean that threads alternate.
-                # Other phases may wait on purpose.
-                working = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-                excess.attribute_host(
-                    "off_cpu", "stopped or blocked", lambda p: p.partition("/")[0] in working, ms
-                )
-
-        return detect if usual else None
-
-
-def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> Sequence[float] | None:
-    """Return the time of a step off the CPU, and the number of context switches.
-
-    They are voluntary if the thread waited, and involuntary if the system gave the CPU to another
-    thread. Return None without a sample at the start of the step.
-    """
-    start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
-    # Find the newest sample before the start and before the end of the step, because a sample is
-    # taken just before the mark between two steps.
-    first = bisect_right(samples, start_ns, key=itemgetter(0)) - 1
-    last = bisect_right(samples, end_ns, key=itemgetter(0)) - 1
-    if first < 0 or first == last or samples[first][0] < start_ns - _NEAR_NS:
-        return None
-    (before_ns, before), (after_ns, after) = samples[first], samples[last]
-    ran_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    off_ms = round((after_ns - before_ns) / 1e3 - 1e6 * ran_s) / 1e3
-    return off_ms, after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
-
-
-def thread_usage() -> Callable[[], Any] | None:
-    """Return a function that returns the CPU usage of the calling thread; None if not on Linux."""
-    try:
-        from resource import RUSAGE_THREAD, getrusage
-    except ImportError:
-        return None
-    return partial(getrusage, RUSAGE_THREAD)
 
 
 def allocator_counters(device: torch.device | None) -> Callable[[], Sequence[int]] | None:
@@ -657,13 +576,11 @@ class _SlowPart:
         self.free = free
         return taken_ns / 1e6
 
-    def attribute_host(self, kind: CauseKind, detail: str, max_ms: float = inf) -> float:
-        """Attribute the rest of the host excess, at most `max_ms`. Return the attributed time."""
-        ms = max(min(self.host_left_ms, max_ms), 0.0)
-        if ms:
-            self.host_causes[_CauseKey(kind, detail)] += ms
-            self.host_left_ms -= ms
-        return ms
+    def attribute_host(self, kind: CauseKind, detail: str) -> None:
+        """Attribute the rest of the host excess."""
+        if self.host_left_ms > 0.0:
+            self.host_causes[_CauseKey(kind, detail)] += self.host_left_ms
+            self.host_left_ms = 0.0
 
     def exposed_ms(self) -> _Causes:
         """Return the device excess by cause. Host causes get at most the device's idle time.
@@ -726,22 +643,6 @@ class Excess:
             # The usual host time includes the usual wait, so subtract only the rest of the wait.
             excess_ms = part.host_ms - host_ms - max(waited_ms - baseline.wait_ms, 0.0)
             part.host_left_ms = excess_ms if excess_ms > noise_ms else 0.0
-
-    def longest_parts(self) -> list[_SlowPart]:
-        """Return the parts, the largest host excess without a cause first."""
-        return sorted(self.parts.values(), key=lambda part: part.host_left_ms, reverse=True)
-
-    def attribute_host(
-        self,
-        kind: CauseKind,
-        detail: str,
-        includes: Callable[[str], bool] = bool,
-        max_ms: float = inf,
-    ) -> None:
-        """Attribute at most `max_ms` of the host excess of the parts that `includes` selects."""
-        for part in self.longest_parts():
-            if includes(part.name):
-                max_ms -= part.attribute_host(kind, detail, max_ms)
 
     def result(self) -> SlowStep:
         """Return the slow step with the causes that were attributed."""

@@ -854,7 +854,7 @@ def test_time_breakdown_adds_up_for_random_measurements() -> None:
             for name in chosen
             if "/" in name
         }
-        causes = {"unexplained": chance.random(), "off_cpu": chance.random()}
+        causes = {"unexplained": chance.random(), "allocator": chance.random()}
         lost = {name: causes for name in ms if chance.random() < 0.7}
         worst = SlowStep(3, 5.0, 1.0, "backward", (), unexplained_ms=chance.random(), lost_ms=lost)
         entries_s = {name: chance.random() for name in ("set-up", "validation", "checkpoints")}

@@ -306,7 +306,11 @@ SLOW = SlowSummary(
     n=3,
     steps=120,
     share=0.012,
-    cause_shares={"the loader": 0.005, CALLBACK.partition("/")[2]: 0.002, "off-CPU": 0.002},
+    cause_shares={
+        "the loader": 0.005,
+        CALLBACK.partition("/")[2]: 0.002,
+        "garbage collection": 0.002,
+    },
     unexplained_share=0.003,
     worst=SlowStep(50, 48.0, 30.4, "callbacks", (), 0.0),
 )

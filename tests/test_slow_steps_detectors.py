@@ -2,11 +2,7 @@
 
 import gc
 import itertools
-import resource
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +16,11 @@ from fake_lightning import Model, fit, timer_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, _causes
-from lightning_gputime._causes import SlowStepAnalyzer, allocator_counters, thread_usage
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep
+from lightning_gputime._causes import SlowStepAnalyzer, allocator_counters
 from lightning_gputime._measurement.culprits import CulpritSums, of_entry
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import SlowLog
-from lightning_gputime._record.clock import HostClock
 
 USUAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "backward/comm": 1.0, "optimizer": 2.0}
 """Ms of a usual step, on the host and on the device."""
@@ -38,18 +33,15 @@ class Bench:
 
     Args:
         collector: Name of a collector, such as "phases".
-        usage: Replaces `getrusage`.
         counters: Replaces the counters of torch's allocator.
     """
 
-    def __init__(
-        self, gpu: FakeGPU, collector: str, *, usage: Any = None, counters: Any = None
-    ) -> None:
+    def __init__(self, gpu: FakeGPU, collector: str, *, counters: Any = None) -> None:
         self.gpu = gpu
         log = SlowLog()
         log.follow()
         self.analyzer = analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
-        analyzer.sampler._usage, analyzer.sampler._counters = usage, counters
+        analyzer.allocator._counters = counters
         [collect] = [item for item in analyzer.collectors if item.__name__.endswith(collector)]
         analyzer.collectors = [collect]
         # Ignore garbage collections of the test itself.
@@ -69,7 +61,7 @@ class Bench:
         on_host = [ms + host_ms.get(name, 0.0) for name, ms in USUAL.items()]
         on_device = tuple(ms + device_ms.get(name, 0.0) for name, ms in USUAL.items())
         self.gpu.host_work(sum(on_host))
-        self.analyzer.sampler.end_step(self.gpu.now)
+        self.analyzer.allocator.end_step(self.gpu.now)
         ends = tuple(accumulate((round(ms * MS) for ms in on_host), initial=begin))
         record = raw(number, **USUAL)._replace(device_ms=on_device, host_ns=ends)
         self.analyzer.steps_read(ReadSteps([record], warmup=0, since_ns=self.gpu.now))
@@ -87,158 +79,13 @@ class Bench:
         return self.only.causes
 
 
-class Thread(Bench):
-    """A bench whose thread can be queued for a processor, or stopped."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.off_ns = 0  # Time without a processor.
-        self.losses = self.waits = 0  # Number of times the processor was taken, and given up.
-        self.samples = 0  # Number of calls of `usage`.
-        super().__init__(gpu, "off_cpu", usage=self.usage)
-
-    def usage(self) -> Any:
-        self.samples += 1
-        return SimpleNamespace(
-            ru_utime=(self.gpu.now - self.off_ns - 5 * MS) / 1e9,
-            ru_stime=5 / 1e3,
-            ru_nvcsw=self.waits,
-            ru_nivcsw=self.losses,
-        )
-
-    def queue(self, ms: int, times: int) -> None:
-        """Let other threads have the processor."""
-        self.off_ns += ms * MS
-        self.losses += times
-
-    def stop(self, ms: int, times: int = 1) -> None:
-        """Stop or block the thread."""
-        self.off_ns += ms * MS
-        self.waits += times
-
-
-STOPPED = Cause("off_cpu", 50.0, 50.0, "stopped or blocked")
-
-
-@pytest.fixture
-def thread(gpu: FakeGPU) -> Thread:
-    return Thread(gpu)
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_time_in_the_run_queue_is_off_cpu_in_any_phase_of_long_steps(
-    thread: Thread, is_short: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_short:
-        monkeypatch.setattr(_causes, "_MIN_SAMPLED_MS", 1e3)
-    thread.usual()
-    thread.queue(30, 8)
-    thread.step(SLOW, {"data": 40.0}, {"data": 35.0})
-    causes = (Cause("off_cpu", 30.0, 30.0, "other threads had the CPU"),)
-    assert (thread.only.causes, thread.samples > 0) == (() if is_short else causes, not is_short)
-    assert thread.only.unexplained_ms == (35.0 if is_short else 5.0)
-
-
-def nothing(thread: Thread) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("usual", "slow", "phase", "causes"),
-    [
-        (nothing, lambda thread: thread.stop(50), "backward", (STOPPED,)),
-        (nothing, lambda thread: thread.stop(50), "data", ()),
-        # With ten waits, another thread of Python may have run.
-        (nothing, lambda thread: thread.stop(50, 10), "backward", ()),
-        # A busy machine, and a wait for a batch.
-        (lambda thread: thread.queue(1, 1), lambda thread: thread.stop(40), "data", ()),
-        # Each step blocks for 20 ms, and the slow step not for longer.
-        (lambda thread: thread.stop(20), lambda thread: thread.stop(20), "backward", ()),
-        # In each step other threads run five times, and the slow step is also stopped.
-        (
-            lambda thread: thread.queue(1, 5),
-            lambda thread: (thread.queue(1, 5), thread.stop(50)),
-            "backward",
-            (STOPPED,),
-        ),
-        # Each step waits ten times, and in the slow step other threads run, too.
-        (
-            lambda thread: thread.stop(1, 10),
-            lambda thread: (thread.stop(1, 10), thread.queue(50, 8)),
-            "backward",
-            (replace(STOPPED, detail="other threads had the CPU"),),
-        ),
-    ],
-)
-def test_only_off_cpu_time_beyond_the_usual_step_is_a_cause(
-    thread: Thread,
-    usual: Callable[[Thread], Any],
-    slow: Callable[[Thread], Any],
-    phase: str,
-    causes: tuple[Cause, ...],
-) -> None:
-    for number in range(80):
-        usual(thread)
-        thread.step(number, {}, {})
-    slow(thread)
-    thread.step(80, {phase: 50.0}, {phase: 50.0})
-    assert (thread.only.step, thread.only.causes) == (80, causes)
-
-
-def test_scheduler_is_read_once_per_step_after_the_first_baseline(thread: Thread) -> None:
-    thread.usual(range(10))
-    assert thread.samples == 0
-    thread.usual(range(10, SLOW))
-    assert thread.samples == SLOW - 10
-
-
-def test_slow_step_before_the_first_baseline_has_no_cause(thread: Thread) -> None:
-    thread.usual(range(5))
-    thread.queue(30, 8)
-    thread.step(5, {"backward": 40.0}, {"backward": 35.0})
-    thread.usual(range(6, SLOW))
-    slow = thread.only
+def test_slow_step_before_the_first_baseline_has_no_cause(gpu: FakeGPU) -> None:
+    bench = Bench(gpu, "phases")
+    bench.usual(range(5))
+    bench.step(5, {"backward": 40.0}, {"backward": 35.0})
+    bench.usual(range(6, SLOW))
+    slow = bench.only
     assert (slow.step, slow.causes, slow.unexplained_ms) == (5, (), 35.0)
-
-
-def test_off_cpu_time_of_untimed_steps_is_not_counted(thread: Thread) -> None:
-    for number in range(SLOW):
-        thread.step(number, {}, {})
-        # The thread lost the processor during a complete untimed step.
-        thread.stop(200)
-        thread.gpu.now += 200 * MS
-        thread.analyzer.sampler.end_step(thread.gpu.now)
-    thread.stop(50)
-    thread.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
-    assert thread.only.causes == (STOPPED,)
-
-
-def test_system_without_thread_usage_has_no_off_cpu_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
-    assert thread_usage() is None
-    analyzer = SlowStepAnalyzer(HostClock(), SlowLog(), CulpritSums())
-    assert analyzer.sampler._usage is None
-
-
-def test_thread_usage_is_that_of_the_calling_thread() -> None:
-    usage = thread_usage()
-    if usage is None:
-        pytest.skip("this system does not count for a thread")
-
-    def loop() -> list[Any]:
-        reads = []
-        for _ in range(2):
-            reads.append(usage())
-            until = time.thread_time() + 0.05
-            while time.thread_time() < until:
-                pass
-        time.sleep(0.01)
-        return [*reads, usage()]
-
-    with ThreadPoolExecutor(1) as pool:
-        reads = pool.submit(loop).result()
-    ran_s = [read.ru_utime + read.ru_stime for read in reads]
-    assert ran_s[0] < 0.03 < ran_s[1] < ran_s[2]
-    assert reads[1].ru_nvcsw < reads[2].ru_nvcsw
 
 
 WORKERS = SimpleNamespace(num_workers=4)

@@ -39,7 +39,9 @@ from lightning_gputime._measurement.untimed import MIN_WAIT_SHARE, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.clock import Clock, HostClock, LoopTime
 
-_NEIGHBORS = 51  # Number of steps whose median is the baseline of the step in their middle.
+# Maximum number of steps whose median is the baseline of the step in their middle. A cause that
+# lasts for half of them would be the baseline.
+_NEIGHBORS = 501
 # Minimum fractions of the time for which a thread may block the loop, or the loop waits for a core.
 _MIN_BLOCKED, _MIN_WAITED = 0.3, 0.2
 _MAX_STEPS = 4000  # Number of newest timed steps that are joined.
@@ -116,7 +118,9 @@ class Surroundings:
             ]
         )
         machine = self._read_machine()
-        if self._slow.excess_ms > _MIN_EXCESS_SHARE * self._step_ms:
+        # Untimed steps count, too: few of the timed steps may be slow.
+        is_slow = self._slow.excess_ms > _MIN_EXCESS_SHARE * self._step_ms
+        if is_slow or (self._untimed.n and self._untimed.long_share > _MIN_EXCESS_SHARE):
             machine.sample_often()
 
     def _read_machine(self) -> MachineLog:
@@ -186,6 +190,12 @@ class Surroundings:
             excess_ms = _excess(all_ms)
             for i, index in enumerate(every[:, 0].astype(int).tolist()):
                 excess_ms[i] = min(excess_ms[i], unexplained_ms.get(index, np.inf))
+        if self._machine is not None:
+            # What ran next to earlier steps is unknown.
+            is_known = steps[:, 1] >= self._machine.since_ns
+            if np.count_nonzero(is_known) >= MIN_STEPS:
+                steps, all_ms, excess_ms = steps[is_known], all_ms[is_known], excess_ms[is_known]
+                batches = [each._replace(values=each.values[is_known]) for each in batches]
         if len(steps) < MIN_STEPS:
             return None
 
@@ -228,7 +238,11 @@ class Surroundings:
         waited = shares.get(WAITED, 0.0) if self._runs_ahead else 0.0
         waited = waited if waited >= _MIN_WAITED else 0.0
         # If the device sets the pace, the host is blocked while it waits for the device.
-        threads = [each for each in known if each.kind == Threads.kind and _is_cause(each)]
+        threads = [
+            each
+            for each in known
+            if each.kind == Threads.kind and each.name not in (BLOCKED, WAITED)
+        ]
         if self._is_gpu_bound or not threads:
             return None, waited
         busiest = max(threads, key=lambda each: shares[each.name])
@@ -247,7 +261,11 @@ class Surroundings:
         if self._runs_ahead:
             follows = np.diff(steps[:, 0]) == 1
             ends[:-1] = np.where(follows, ends[1:], ends[:-1])
-        return [*filter(_is_cause, self._machine.candidates(steps[:, 1], ends))]
+        found = self._machine.candidates(steps[:, 1], ends)
+        # That the loop's thread was blocked is no cause. Without a device, times exclude its waits
+        # for a core.
+        names = {BLOCKED} if self._runs_ahead else {BLOCKED, WAITED}
+        return [each for each in found if each.name not in names]
 
     def _cause(self, found: Attribution) -> OutsideCause:
         candidate = found.candidate
@@ -255,10 +273,9 @@ class Surroundings:
         if candidate.kind == "batch":
             name = f"batches with more than {found.threshold:,.0f} {candidate.name}"
             padding = 0.0 if candidate.name == "elements" else self.batches.padding
+        kind = "pressure" if name == WAITED else candidate.kind
         interval = found.share, found.low, found.high
-        return OutsideCause(
-            candidate.kind, name, candidate.place, *interval, found.exposed, padding
-        )
+        return OutsideCause(kind, name, candidate.place, *interval, found.exposed, padding)
 
     def _reason_of(self, slowdown: Slowdown) -> str:
         """Return what has changed at the same time; empty if nothing has."""
@@ -276,16 +293,13 @@ class Surroundings:
         return next(filter(None, changes), "")
 
 
-def _is_cause(candidate: Candidate) -> bool:
-    return candidate.name not in (BLOCKED, WAITED)
-
-
 def _excess(all_ms: Any) -> Any:
     """Return the time of each step above the median of its neighbors; 0 for steps not slow."""
     if len(all_ms) < MIN_STEPS:
         return np.zeros(len(all_ms))
-    padded = np.pad(all_ms, _NEIGHBORS // 2, mode="reflect")
-    baseline = np.median(np.lib.stride_tricks.sliding_window_view(padded, _NEIGHBORS), axis=1)
+    n = min(_NEIGHBORS, len(all_ms) // 3 * 2 + 1)
+    padded = np.pad(all_ms, n // 2, mode="reflect")
+    baseline = np.median(np.lib.stride_tricks.sliding_window_view(padded, n), axis=1)
     away = all_ms - baseline
     min_ms = np.maximum(MIN_EXCESS_SHARE * baseline, MIN_EXCESS_MS)
     min_ms = np.maximum(min_ms, MIN_EXCESS_DEVIATIONS * np.median(np.abs(away)))

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement import wall_clock as wall
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
-from lightning_gputime._measurement.slow import OFF_CPU
 from lightning_gputime._messages import duration
 from lightning_gputime._phases import (
     BACKWARD,
@@ -41,7 +40,7 @@ OTHER_RANKS = "other ranks"
 STRAGGLER = "the straggler"
 SLOW = "slow steps: "
 COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
-ALLOCATOR, CONTENTION = f"{SLOW}the allocator", f"{SLOW}{OFF_CPU}"
+ALLOCATOR = f"{SLOW}the allocator"
 TIMING = "timing itself"
 NOT_SAMPLED = "not sampled"
 NOT_EXAMINED = " (not examined)"  # Follows the name of a phase: its time in no examined step.
@@ -55,7 +54,7 @@ CODES: Mapping[str, str] = {
     COMMUNICATION: COMMUNICATION_BOUND,
     OTHER_RANKS: STRAGGLER_BOUND,
     STRAGGLER: STRAGGLER_BOUND,
-    **dict.fromkeys((COLLECTIONS, COMPILATIONS, ALLOCATOR, CONTENTION), HOST_BOUND),
+    **dict.fromkeys((COLLECTIONS, COMPILATIONS, ALLOCATOR), HOST_BOUND),
     **dict.fromkeys(
         (
             *wall.ONCE,

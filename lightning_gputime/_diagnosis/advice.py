@@ -7,7 +7,6 @@ from lightning_gputime._diagnosis import (
     COLLECTIONS,
     COMMUNICATION,
     COMPILATIONS,
-    CONTENTION,
     MIN_OF_ENTRY,
     MIN_PART,
     MODEL_PHASES,
@@ -382,12 +381,6 @@ def _always(code: str, text: str) -> Rule:
     return lambda _: iter([Advice(code, text)])
 
 
-def _free_cores(case: Case) -> Iterator[Advice]:
-    workers = "" if case.setup.num_workers == 0 else "workers, "
-    text = f"run fewer {workers}threads and other processes than there are CPU cores"
-    yield Advice("free_cores", text)
-
-
 def _collect_less(case: Case) -> Iterator[Advice]:
     codes = of_entry(case.m.culprits, COLLECTIONS)
     if codes and codes[0].share >= MIN_OF_ENTRY:
@@ -435,5 +428,4 @@ _RULES: Mapping[str, Rule] = {
     COLLECTIONS: _collect_less,
     COMPILATIONS: _compile_once,
     ALLOCATOR: _always("expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
-    CONTENTION: _free_cores,
 }

@@ -10,7 +10,6 @@ from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._loader import LoaderTimes
 from lightning_gputime._measurement.culprits import SAMPLER, STAGES, WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
-from lightning_gputime._measurement.slow import OFF_CPU
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven
 from lightning_gputime._messages import duration, percent
 from lightning_gputime._output.table import Table
@@ -156,10 +155,9 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
 
 def _is_cpu_busy(m: Measurement) -> bool:
     """Return True if no CPU core is free for workers."""
-    off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
-    waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
-    # Slow steps contain only a part of the time without a core, so a smaller share is enough.
-    return off_cpu >= 0.05 or waited >= 0.2
+    if m.outside is not None and m.outside.core_wait_share:  # With a GPU
+        return True
+    return m.wall_clock is not None and m.wall_clock.core_wait_share >= 0.2
 
 
 def _advise_on_untimed_workers(

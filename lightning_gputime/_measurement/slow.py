@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_gputime._messages import percent, unit_of
 
 CauseKind = Literal[
-    "garbage_collection", "compilation", "allocator", "off_cpu", "dataloader", "callback", "ranks"
+    "garbage_collection", "compilation", "allocator", "dataloader", "callback", "ranks"
 ]
 
 # A step is slow if its excess is larger than each of these:
@@ -18,7 +18,6 @@ MIN_EXCESS_SHARE = 0.1  # As a fraction of the median.
 MIN_EXCESS_MS = 0.5
 
 UNEXPLAINED = "unexplained"
-OFF_CPU = "off-CPU"
 # Causes whose time belongs to a phase: `data`, `callbacks` and `comm`.
 HAVE_PHASES: tuple[CauseKind, ...] = ("dataloader", "callback", "ranks")
 
@@ -27,8 +26,8 @@ _WORDS: Mapping[str, str] = {
     "garbage_collection": "garbage collection",
     "allocator": "the allocator",
     "dataloader": "the loader",
-    "off_cpu": OFF_CPU,
     "ranks": "other ranks",
+    "off_cpu": "off-CPU",  # In files of earlier versions.
 }
 
 _MAX_KEPT = 1_000
@@ -42,8 +41,8 @@ class Cause:
 
     Attributes:
         kind: "garbage_collection" (of Python), "compilation" (by `torch.compile`), "allocator" (of
-            GPU memory), "off_cpu" (the thread of the loop was not running), "dataloader",
-            "callback" (also a logger or a named phase) or "ranks" (waiting for other ranks).
+            GPU memory), "dataloader", "callback" (also a logger or a named phase) or "ranks"
+            (waiting for other ranks).
         host_ms: Delay of the host (in milliseconds).
         exposed_ms: Part of the delay that reached the GPU, because queued work did not hide it (in
             milliseconds).

@@ -450,6 +450,11 @@ class UntimedSteps:
         return per_stratum[[*self._strata_of_timed][-n:]] if n else np.zeros(0)
 
     @property
+    def long_share(self) -> float:
+        """Excess of long steps over ordinary steps, as a fraction of the time of settled steps."""
+        return _excess_share([(each.n, each.ns) for each in self._strata])
+
+    @property
     def slow_correction(self) -> float:
         """Factor for the cost of slow steps, from 0 to 1.
 
@@ -458,9 +463,8 @@ class UntimedSteps:
         divided by the same fraction of timed steps. For example, if long steps cost 2 % of the time
         of all steps, and 10 % of the time of timed steps, 0.2.
         """
-        of_all = _excess_share([(each.n, each.ns) for each in self._strata])
         of_timed = _excess_share([(each.timed_n, each.timed_ns) for each in self._strata])
-        return min(of_all / of_timed, 1.0) if of_timed > 0 else 1.0
+        return min(self.long_share / of_timed, 1.0) if of_timed > 0 else 1.0
 
     def durations_ms(self) -> dict[str, Any]:
         """Return the percentiles (accurate to 1 %) and the maximum as fields of a `PhaseStats`.

@@ -421,7 +421,7 @@ class Session:
         now_ns = self._host_ns()
         if self.index == _FIRST_STEPS:
             self._first_ended_ns = wall_clock.steps_ns(now_ns)
-        self._analyzer.sampler.end_step(now_ns)
+        self._analyzer.allocator.end_step(now_ns)
         items = self._work.take_items()
         if self._batches.open is not None:
             self._batches.end_step(number)
