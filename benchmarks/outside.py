@@ -11,7 +11,10 @@ timer, waits for a core are not part of a step.
   where the cause takes cores. Runs in which the cause has no effect do not count: less than 10
   points, or less than 2 % of the time.
 - share: the sum of such shares is within 10 points of the true share
-- false: another cause has a tenth of the excess; in a control, any cause
+- false: another cause outside of the loop is named; in a control, any such cause
+
+Causes in the loop (`in_loop`) are the places where the time was lost: only garbage collections are
+planted there.
 
 The falling clock is planted by the content of the batches: with zeros in the first half, matrix
 products need less power than with random numbers, so the GPU lowers its clock in the second half.
@@ -44,7 +47,6 @@ from record import environment, new_parser, save
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._attribution.overlap import MIN_SHARE
 from lightning_gputime._attribution.surroundings import _excess
 from lightning_gputime._record.clock import core_times
 
@@ -68,7 +70,8 @@ class Plant:
     def __init__(self, folder: str, model: nn.Module) -> None:
         self.folder, self.model = folder, model
         self.is_on, self.is_done = threading.Event(), threading.Event()
-        self.messages, self.spawned_s = queue.Queue[Any](), -math.inf
+        self.messages = queue.Queue[Any]()
+        self.due_s: float | None = None
         self.processes, self.threads = list[Any](), list[threading.Thread]()
 
     def start(self, run: Callable[..., None], *arguments: object) -> None:
@@ -92,9 +95,20 @@ class Plant:
             sum(i * i for i in range(3_000_000))
 
     def save(self, state: dict[str, Tensor]) -> None:
-        for copy in range(20):
-            torch.save(state, f"{self.folder}/{copy}.pt")
+        end_s = time.perf_counter() + 0.25
+        while time.perf_counter() < end_s:
+            torch.save(state, f"{self.folder}/copy.pt")
             sum(i * i for i in range(200_000))
+
+    def is_due(self, every_s: float) -> bool:
+        """Return True once in this time, from a quarter of a second after the first call on."""
+        now_s = time.perf_counter()
+        if self.due_s is None:
+            self.due_s = now_s + 0.25
+        if now_s < self.due_s:
+            return False
+        self.due_s = now_s + every_s
+        return True
 
     def end(self) -> None:
         self.is_done.set()
@@ -115,28 +129,24 @@ def in_bursts(plant: Plant, step: int) -> None:
 
 
 def save_in_thread(plant: Plant, step: int) -> None:
-    if step % 50 == 20:
+    if plant.is_due(1.0):
         state = {name: value.detach().cpu() for name, value in plant.model.state_dict().items()}
         plant.start(plant.save, state)
 
 
 def spawn(*command: str, n: int = 1, every_s: float = 2.0) -> Callable[[Plant, int], None]:
-    """Start `n` processes from step 100 on, once in `every_s` seconds."""
+    """Start `n` processes, once in `every_s` seconds."""
 
     def each(plant: Plant, step: int) -> None:
-        now_s = time.perf_counter()
-        if step < 100 or now_s - plant.spawned_s < every_s:
-            return
-        plant.spawned_s = now_s
         words = [part.format(folder=plant.folder) for part in command]
-        for _ in range(n):
+        for _ in range(n if plant.is_due(every_s) else 0):
             plant.processes.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
 
     return each
 
 
 def log_in_thread(plant: Plant, step: int) -> None:
-    if step % 40 == 7:
+    if plant.is_due(0.75):
         plant.messages.put(step)
 
 
@@ -172,7 +182,10 @@ CASES = {
     "asynchronous save": Case("save|storage", save_in_thread),
     "dd of a large file": Case("`dd`|storage", spawn(*DD)),
     "process on the GPU": Case(
-        "GPU", spawn(sys.executable, "-c", BUSY_GPU, every_s=math.inf), is_gpu_bound=True
+        "on the GPU|child process",
+        spawn(sys.executable, "-c", BUSY_GPU, every_s=math.inf),
+        is_gpu_bound=True,
+        steps=600,
     ),
     "process on the cores": Case(
         "python|core", spawn(sys.executable, "-c", BUSY, n=CORES, every_s=2.5)
@@ -249,13 +262,15 @@ def check(case: Case, front: str, device: str) -> dict[str, Any]:
     summary, _, _ = run(case, front, device, steps, timed=True)
     outside = summary.measurement.outside
     causes = [(str(cause), cause.share) for cause in outside.causes] if outside else []
+    in_loop = dict[str, float]()
     if summary.slow is not None:
         shares = summary.slow.cause_shares.items()
-        causes += [(name, share / summary.slow.share) for name, share in shares]
-        causes = [(text, share) for text, share in causes if share >= MIN_SHARE]
+        in_loop = {name: round(share / summary.slow.share, 2) for name, share in shares}
+        causes += [item for item in in_loop.items() if re.search(case.pattern or "^$", item[0])]
     causes_found = [f"{share:.2f} {text}" for text, share in causes]
+    found = {"causes": causes_found, "in_loop": in_loop}
     if not case.pattern:
-        return {"causes": causes_found, "false": bool(causes)}
+        return {**found, "false": bool(causes)}
     clean = replace(CASES["control"], is_gpu_bound=case.is_gpu_bound)
     _, all_ms, clean_wait = run(clean, front, device, steps, timed=False)
     clean_ms = float(_excess(all_ms).sum())
@@ -274,7 +289,7 @@ def check(case: Case, front: str, device: str) -> dict[str, Any]:
     waits = {"core_waits": [round(clean_wait, 2), round(planted_wait, 2)]}
     if outside and outside.not_checked:
         waits["not_checked"] = [*outside.not_checked]
-    return {"causes": causes_found, "true": round(truth, 2), **waits, **checks}
+    return {**found, "true": round(truth, 2), **waits, **checks}
 
 
 def check_clock(steps: int) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Busy(MachineSource):
     def __init__(self) -> None:
         super().__init__()
         self.ran_s = self.blocked_s = self.waited_s = 0.0
+        self.sampled: list[MachineLog] = []  # Calls of `sample_often`.
         self.places["thread `save`"] = "train.py:12"
 
     def read(self) -> dict[str, float]:
@@ -60,26 +61,29 @@ def train(
     monkeypatch: pytest.MonkeyPatch,
     host_ms: float = 0.0,
     samples: int = 1,
+    slow: range = range(3),
+    period: int = 50,
+    value: str = "ran_s",
     **options: Any,
 ) -> GPUPhaseHooks:
     """Train while a thread runs in 3 of 50 steps, which delays the loop or does not.
 
-    In these steps, batches have this number of samples.
+    In these steps, batches have this number of samples, and `value` of the thread grows.
     """
     # Real sources would be compared with a simulated clock, and a thread would need real time.
     monkeypatch.setattr(machine, "_IN_LOOP", (float("inf"), 0))
-    monkeypatch.setattr(MachineLog, "sample_often", lambda log: None)
+    monkeypatch.setattr(MachineLog, "sample_often", lambda log: busy.sampled.append(log))
     timer = hooks(loop, **options)
     with timer:
         session: Any = timer._session
         session._surroundings._sources = {"threads": lambda: busy}
-        all_run = (number % 50 < 3 and number > 5 for number in range(STEPS))
+        all_run = (number % period in slow and number > 5 for number in range(STEPS))
         given = zip(loop.batches(STEPS), all_run, strict=True)
         batches = ((x.expand(samples if runs else 1, -1), runs) for x, runs in given)
         for number, (x, runs) in enumerate(timer.steps(batches)):
             session._surroundings._read_machine()
             if runs:
-                busy.ran_s += 0.02
+                setattr(busy, value, getattr(busy, value) + 0.02)
             loop.gpu.host_work(host_ms)
             if runs if delays else number % 37 == 9:
                 loop.gpu.host_work(40.0)
@@ -103,6 +107,54 @@ def test_thread_that_runs_in_slow_steps_is_named_with_its_share(
     assert f"with {cause}" in str(summary)
     assert any(text.startswith(f"move the work of {cause} to a process") for text in summary.advice)
     assert pickle.loads(pickle.dumps(timer._results)).measurement().outside is not None
+
+
+def test_thread_is_sampled_often_if_only_untimed_steps_are_slow(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, options = Busy(), dict[str, Any](every_n_steps=40, slow=range(3, 6), host_ms=20.0)
+    summary = train(loop, busy, delays=True, monkeypatch=monkeypatch, **options).summary()
+    assert summary.slow is None
+    assert busy.sampled
+    outside = summary.measurement.outside
+    assert outside is not None
+    assert outside.causes[0].share > 0.9
+
+
+def test_thread_that_runs_for_60_consecutive_steps_is_named(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"every_n_steps": 3, "slow": range(30, 60), "period": 100, "host_ms": 20.0}
+    timer = train(loop, Busy(), delays=True, monkeypatch=monkeypatch, **options)
+    outside = timer.summary().measurement.outside
+    assert outside is not None
+    assert outside.n == pytest.approx(90, abs=5)
+    assert outside.causes[0].share > 0.9
+
+
+def test_steps_before_the_first_reading_are_not_searched(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, options = Busy(), dict[str, Any](every_n_steps=3, host_ms=20.0)
+    timer = train(loop, busy, delays=True, monkeypatch=monkeypatch, **options)
+    del busy.readings[: len(busy.readings) // 2]
+    outside = timer.summary().measurement.outside
+    assert outside is not None
+    assert outside.steps == pytest.approx(STEPS / 2, abs=5)
+    assert outside.causes[0].share > 0.9
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_wait_of_the_loop_for_a_core_is_a_cause(
+    loop: Loop, every_n_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"value": "waited_s", "every_n_steps": every_n_steps}
+    timer = train(loop, Busy(), delays=True, monkeypatch=monkeypatch, **options)
+    outside = timer.summary().measurement.outside
+    assert outside is not None
+    [cause] = outside.causes
+    assert (cause.kind, str(cause)) == ("pressure", WAITED)
+    assert cause.share > 0.9
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3])
@@ -255,6 +307,10 @@ def test_clock_that_falls_is_the_reason_of_a_slowdown(gpu: FakeGPU) -> None:
     n, since = 1200, 600
 
     def slow_down(number: int) -> None:
+        if number == 2:
+            gpu.mhz = 1200.0  # The first measurement is low.
+        elif number == 100:
+            gpu.mhz = 2000.0
         if number >= since:
             gpu.mhz = 1600.0
             gpu.work(6.0)
