@@ -185,7 +185,9 @@ def _advise_on_phase(case: Case) -> Iterator[Advice]:
         why = f" ({m.lines_unavailable})" if m.lines_unavailable else ""
         text = f"`{name}` takes {case.took}, at unknown lines{why}: name its parts with"
         yield Advice("name_phase", f'{text} phase("name")', {"phase": name})
-    if case.setup.is_own_loop and name in m.rows and is_rare(m.rows[name]):
+    is_explained = m.outside is not None and (m.outside.causes or m.outside.blocking)
+    is_long_in_few = name in m.rows and is_rare(m.rows[name])
+    if case.setup.is_own_loop and is_long_in_few and not is_explained:
         yield _pause(name)
 
 

@@ -92,7 +92,11 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if slowdown is not None and slowdown.lost_share >= _MIN_SLOWDOWN and not m.work_change:
         headline += f"; {slowdown}"
         advice = _add_slowdown(advice, slowdown, breakdown, bottleneck=breakdown[found.entry])
-    advice = (*advice, *(Advice(code, text) for code, text in advice_on(m.outside)))
+    # Advice on what costs more than the bottleneck comes first.
+    bottleneck_share = _saved_share(breakdown[found.entry])
+    for share, code, text in advice_on(m.outside):
+        outside = Advice(code, text)
+        advice = (outside, *advice) if share > bottleneck_share else (*advice, outside)
     unique = tuple({item.text: item for item in advice}.values())
     return replace(found, headline=headline, time_breakdown=breakdown, advice=unique)
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from lightning_gputime._messages import percent
 
+OUTSIDE_CODES = ("busy_cores", "busy_thread", "other_process", "group_batches", "shared_machine")
+"""Codes of the advice. Its text names the cause."""
 _MIN_ADVICE_SHARE = 0.02  # Causes of a smaller fraction of the time get no advice.
 
 
@@ -82,30 +84,34 @@ class OutsideSummary:
         return tuple(found)
 
 
-def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[str, str]]:
-    """Yield code and text of the advice on causes outside of the loop."""
+def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[float, str, str]]:
+    """Yield the advice on causes outside of the loop: fraction of the time, code and text."""
     if summary is None:
         return
     if summary.core_wait_share:
         yield (
+            summary.core_wait_share,
             "busy_cores",
             "run fewer threads, workers and other processes: the loop's thread waited"
             f" {percent(summary.core_wait_share)} of the time for a CPU core",
         )
     if summary.blocking is not None:
-        because = f"it may block the loop for up to {percent(summary.blocking.share)} of the time"
-        yield "busy_thread", f"move the work of {summary.blocking} to a process: {because}"
+        share = summary.blocking.share
+        because = f"it may block the loop for up to {percent(share)} of the time"
+        yield share, "busy_thread", f"move the work of {summary.blocking} to a process: {because}"
     for cause in summary.causes:
-        if cause.share * summary.share < _MIN_ADVICE_SHARE:
+        share = cause.share * summary.share
+        if share < _MIN_ADVICE_SHARE:
             continue
         because = f"it coincides with {cause.percent} of the unexplained excess of slow steps"
         if cause.kind == "thread":
-            yield "busy_thread", f"move the work of {cause} to a process, or shorten it: {because}"
+            code, how = "busy_thread", f"move the work of {cause} to a process, or shorten it"
         elif cause.kind == "process":
-            yield "other_process", f"move {cause} to other cores or another machine: {because}"
+            code, how = "other_process", f"move {cause} to other cores or another machine"
         elif cause.kind == "batch":
-            how = "group batches by length"
+            code, how = "group_batches", "group batches by length"
             how += ", or pack sequences" if cause.padding else ""
-            yield "batch_size", f"{how}: {cause} explain {cause.percent} of the unexplained excess"
+            because = f"{cause} explain {cause.percent} of the unexplained excess"
         else:
-            yield "shared_machine", f"find what causes {cause.name}: {because}"
+            code, how = "shared_machine", f"find what causes {cause.name}"
+        yield share, code, f"{how}: {because}"

@@ -13,6 +13,7 @@ from lightning_gputime._loader.advice import loader_table
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemorySummary
+from lightning_gputime._measurement.outside import OUTSIDE_CODES
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import STEP, PhaseStats, WorkSummary, table_rows
@@ -327,9 +328,12 @@ def _breakdown_table(breakdown: TimeBreakdown, diagnosis: Diagnosis) -> Table:
     in_code = {row.name for row in rows if row.line is not None}
     steps = []
     for advice in diagnosis.advice:
-        # Advice on code contains its name. Advice on a slowdown or on launches has no entry.
+        # Advice without an entry is on a slowdown, on launches, or on causes outside of the loop,
+        # whose names it contains, as advice on code does.
         entry = entries.get(advice.text, "slowdown" if advice.code == "slowdown" else "launches")
-        steps.append(advice.text if entry in in_code else f"{entry}: {advice.text}")
+        is_outside = advice.text not in entries and advice.code in OUTSIDE_CODES
+        has_name = entry in in_code or is_outside
+        steps.append(advice.text if has_name else f"{entry}: {advice.text}")
     return Table(
         f"Time breakdown of the {breakdown.scope}",
         [*zip(*columns, strict=True)],
