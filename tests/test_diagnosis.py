@@ -14,6 +14,7 @@ from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import SAMPLER, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
+from lightning_gputime._measurement.outside import OutsideCause, OutsideSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
@@ -614,11 +615,26 @@ def test_advice_on_garbage_collection_depends_on_its_start(
     ]
 
 
-@pytest.mark.parametrize(("p95_ms", "is_rare"), [(0.1, True), (9.0, False)])
-def test_pause_is_advised_for_a_phase_long_in_few_steps(p95_ms: float, is_rare: bool) -> None:
-    measured = with_row(on_host({"other": 8.0}), "other", p50_ms=0.1, p95_ms=p95_ms)
+SAVES = OutsideCause("thread", "thread `save`", "train.py:3", 0.9, 0.8, 1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("p95_ms", "outside", "is_advised"),
+    [
+        (0.1, None, True),
+        (9.0, None, False),
+        (0.1, OutsideSummary(9, 100, 0.5, (SAVES,)), False),
+        (0.1, OutsideSummary(9, 100, 0.5, blocking=SAVES), False),
+        (0.1, OutsideSummary(9, 100, 0.5), True),
+    ],
+)
+def test_pause_is_advised_for_a_phase_long_in_few_steps_without_another_cause(
+    p95_ms: float, outside: OutsideSummary | None, is_advised: bool
+) -> None:
+    host = on_host({"other": 8.0}, outside=outside)
+    measured = with_row(host, "other", p50_ms=0.1, p95_ms=p95_ms)
     diagnosis = diagnose(measured, replace(LOADER, is_own_loop=True))
-    assert bool(texts(diagnosis, "pause")) == is_rare
+    assert bool(texts(diagnosis, "pause")) == is_advised
 
 
 STRETCH = {"kind": "stretch", "until_step": 1500}
