@@ -7,6 +7,6 @@ Each rank sends its totals to rank zero, which compares them. The waits of a ran
 - `comparison` finds the straggler: read its function from the local times to the `RankSummary`.
 - `lines` finds the line that is slower, or the factor of all lines. `over_time` finds how the
   straggler changes over the run.
-- `words` has the sentences, `heat_map` the picture in a terminal.
+- `heat_map` has the picture in a terminal.
 - `exchange` sends the totals, and makes all ranks time the same steps.
 """

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gputime._measurement.sums import STEP, largest_part
-from lightning_gputime._messages import messages
-from lightning_gputime._phases import BETWEEN_BATCHES, COMM, DATA, in_order, is_wait
-from lightning_gputime._ranks import words
+from lightning_gputime._messages import duration, messages, percent
+from lightning_gputime._phases import BACKWARD, BETWEEN_BATCHES, COMM, DATA, in_order, is_wait
 from lightning_gputime._ranks.lines import (
     MIN_FACTOR,
     LineExcess,
@@ -205,7 +204,8 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     more = _more_content(content, [totals[rank].batch for rank in others])
     batch = ""
     if is_large and more >= max(MIN_FACTOR - 1, _MIN_CAUSE * excess_ms / step_ms):
-        batch = words.more_content(content.unit, content.amount, content.amount / (1 + more))
+        both = f"({content.amount:,.0f} and {content.amount / (1 + more):,.0f} per step)"
+        batch = f"{1 + more:.1f} times the {content.unit} of the others {both}"
     factor: float | None = None
     found: LineExcess | None = None
     lines = totals[last].lines
@@ -269,8 +269,9 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         # Without a GPU, the host sets the pace of all lines.
         has_gpu = any(line.gpu_ms for total in totals.values() for line in total.lines)
         pace = "host" if found.line.host_ms >= found.line.gpu_ms else "GPU"
-        is_most = found.ms >= _MIN_WHOLE * excess_ms
-        where = words.in_line(found.line.text, pace if has_gpu else "", is_most=is_most)
+        where = f"{'in' if found.ms >= _MIN_WHOLE * excess_ms else 'mostly in'} {found.line.text}"
+        if has_gpu:
+            where += f", {pace}-paced"
     elif factor is not None:
         core_wait = totals[last].core_wait or 0.0
         usual_wait = statistics.median(totals[rank].core_wait or 0.0 for rank in others)
@@ -279,13 +280,24 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         elif not is_host:
             reason = "its clocks are lower" + ("" if content.unit else ", or its batches larger")
         elif core_wait >= max(_MIN_CORE_WAIT, 2 * usual_wait):
-            reason = words.core_wait(core_wait, usual_wait)
+            others_wait = f"(others {percent(usual_wait)})"
+            reason = f"it waits for a CPU core for {percent(core_wait)} of the time {others_wait}"
         else:
             reason = "its CPU is shared or slower"
-        where = words.every_line(factor, "host" if is_host else "GPU", reason)
+        side = "host" if is_host else "GPU"
+        where = f"because its {side} needs {factor:.1f} times as long for every line: {reason}"
     else:
         has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
-        where = words.in_phase(phase, has_waits=has_waits)
+        where = f"in {phase} compute" if has_waits else f"in {phase}"
+    sentence = ""
+    if is_straggler:
+        who = f"rank {last} is"
+        if len(stragglers) > 1:
+            n_more = len(stragglers) - 8
+            more_ranks = f" and {n_more} more" if n_more > 0 else ""
+            who = f"ranks {', '.join(map(str, stragglers[:8]))}{more_ranks} are up to"
+        excess = f"{duration(excess_ms)} per step slower than the median of the others"
+        sentence = f"{who} {excess}, {where}"
 
     batch_note = f"rank {last} has {batch}" if is_straggler and batch not in where else ""
     history, pattern, pattern_note = history_of(totals), "", ""
@@ -296,8 +308,10 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     wait_line, wait_phase, wait_ms = longest_wait([lines for lines in waiting if lines])
     wait_note = ""
     if wait_line and wait_ms >= MIN_EXCESS * step_ms:
-        who = "the other ranks wait" if stragglers else "ranks wait for each other"
-        wait_note = words.wait(who, wait_ms, wait_line, wait_phase)
+        waiters = "the other ranks wait" if stragglers else "ranks wait for each other"
+        is_backward = wait_phase.startswith(BACKWARD)
+        at = f"the backward of {wait_line}" if is_backward else f"{wait_line}, in {wait_phase}"
+        wait_note = f"{waiters} {duration(wait_ms)} per step in {at}"
 
     return RankSummary(
         rows=rows,
@@ -305,7 +319,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         straggler=last if is_straggler else None,
         excess_ms=excess_ms,
         phase=phase,
-        sentence=words.straggler(last, stragglers, excess_ms, where) if is_straggler else "",
+        sentence=sentence,
         stragglers=stragglers,
         suspect=last if is_large and not is_straggler else None,
         error_ms=error_ms if math.isfinite(error_ms) else None,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._ranks import words
+from lightning_gputime._messages import duration
 from lightning_gputime._ranks.totals import RankTotals
 
 MIN_EXCESS = 0.05
@@ -92,8 +92,9 @@ def pattern_of(
 
     count = sum(late.culprits[rank] for rank in stragglers)
     if count and count >= 0.8 * n:
-        note = words.same(len(stragglers), count, n, windows, own_share * late.cost_ms)
-        return "same", note
+        who = "the same rank is" if len(stragglers) == 1 else "the same ranks are"
+        cost = f"which costs {duration(own_share * late.cost_ms)} per step"
+        return "same", f"{who} last in {count} of {n} {windows}, {cost}"
 
     # If the hosts set the pace, the work of any rank's host may be hidden in any window.
     busy_ms = [total.busy_ms for total in totals.values() if total.busy_ms is not None]
@@ -101,8 +102,7 @@ def pattern_of(
         return "", ""
 
     if late.is_rotating:
-        note = words.rotating(len(late.culprits), n_late, f"{n}", windows, late.cost_ms)
-        return "rotating", note
+        return "rotating", _rotating_note(late, f"{n} {windows}")
 
     if 0 < n_late <= 0.25 * n and late.cost_ms >= _MIN_COST * step_ms:
         [(rank, count)] = late.culprits.most_common(1)
@@ -117,16 +117,15 @@ def pattern_of(
                 ends = [*history.first[1:], history.first[-1] + history.steps]
                 first, end = history.first[at[0]], ends[at[-1]] - 1
                 where = f"steps {first} to {end}" if end > first else f"step {first}"
-            return "transient", words.transient(rank, where, late.cost_ms)
+            cost = f"which costs {duration(late.cost_ms)} per step over the run"
+            return "transient", f"rank {rank} is last only in {where}, {cost}"
 
     # Means over windows hide a straggler that changes in each step.
     newest = {rank: found for rank in by_rank if (found := totals[rank].windows) is not None}
     if not stragglers and len({found.n for found in newest.values()}) == 1:
         late = _late_windows({rank: found.newest_ms for rank, found in newest.items()}, step_ms)
         if late.is_rotating:
-            n_ranks, n_steps = len(late.culprits), f"the newest {late.n}"
-            note = words.rotating(n_ranks, late.n_late, n_steps, "steps", late.cost_ms)
-            return "rotating", note
+            return "rotating", _rotating_note(late, f"the newest {late.n} steps")
     return "", ""
 
 
@@ -147,6 +146,11 @@ class _LateWindows(NamedTuple):
         """True if a rank is late in at least half of the windows, and no rank in most of them."""
         is_often = self.n_late > 0 and self.n_late >= 0.5 * self.n
         return is_often and max(self.culprits.values()) <= 0.7 * self.n_late
+
+
+def _rotating_note(late: _LateWindows, windows: str) -> str:
+    who = f"the straggler changes: {len(late.culprits)} ranks are last in turn"
+    return f"{who} in {late.n_late} of {windows}, which costs {duration(late.cost_ms)} per step"
 
 
 def _late_windows(by_rank: Mapping[int, Sequence[float]], step_ms: float) -> _LateWindows:
