@@ -16,9 +16,9 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-FLOORS = """_messages _phases testing, _compat, _record, _ledger _measurement.sums,
+FLOORS = """_messages _phases testing, _compat _output.table, _record, _ledger _measurement.sums,
     _loader.__init__ _ranks, _measurement, _attribution _instrumentation,
-    _diagnosis.__init__ _output.table, _loader _ranks.heat_map, _diagnosis, _output, _options,
+    _diagnosis.__init__, _loader, _diagnosis, _output, _options,
     _causes, _ranks.exchange, _runs _session, _timer,
     callback hooks huggingface metric, _api _auto_instrumentation, _tuning, __init__, __main__"""
 """Packages and modules (rooms) by floor, lowest first. A room imports only from lower floors.

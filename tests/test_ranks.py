@@ -28,7 +28,7 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._output import page as report
 from lightning_gputime._ranks.comparison import RankSummary, compare
 from lightning_gputime._ranks.exchange import Agreement, Exchange
-from lightning_gputime._ranks.heat_map import heat_maps
+from lightning_gputime._ranks.over_time import heat_maps
 from lightning_gputime._ranks.totals import (
     BatchContent,
     BatchMeans,
@@ -795,13 +795,15 @@ def test_windows_that_have_not_arrived_are_unknown() -> None:
 # The picture
 
 
-def picture_of(n_ranks: int, windows: int = 20) -> RankSummary:
+def picture_of(n_ranks: int, width: int, *, in_colour: bool) -> str:
     by_rank = [late_in(range(20) if rank == 1 else [rank % 20]) for rank in range(n_ranks)]
-    return compared(with_windows(*by_rank, steps=4))
+    ranks = compared(with_windows(*by_rank, steps=4))
+    assert ranks.history is not None
+    return heat_maps(ranks.ranks, ranks.history, width, in_colour)
 
 
 def test_terminal_shows_a_heat_map_of_the_ranks() -> None:
-    assert heat_maps(picture_of(3), 60, in_colour=False).splitlines() == [
+    assert picture_of(3, 60, in_colour=False).splitlines() == [
         "Ranks over the run (each block is 4 timed steps)",
         "",
         "rank  local time            waits",
@@ -818,7 +820,7 @@ def test_terminal_shows_a_heat_map_of_the_ranks() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("in_colour", [False, True])
 def test_heat_map_fits_the_terminal(n_ranks: int, width: int, in_colour: bool) -> None:
-    text = heat_maps(picture_of(n_ranks), width, in_colour)
+    text = picture_of(n_ranks, width, in_colour=in_colour)
     grid = re.sub("\x1b.*?m", "", text).splitlines()[2:-3]
     assert len(grid) <= 17
     assert max(map(len, grid)) <= width

@@ -16,7 +16,7 @@ from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._messages import duration, unit_of
 from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
-from lightning_gputime._ranks.heat_map import LOCAL_COLOURS, WAIT_COLOURS, percentages
+from lightning_gputime._ranks.over_time import LOCAL_COLOURS, WAIT_COLOURS, percentages
 
 _LEGEND_COLUMNS = 4
 _TERMS = {

@@ -22,7 +22,7 @@ from lightning_gputime._messages import duration, percent, plain, unit_of
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD
 from lightning_gputime._ranks.comparison import RankSummary
-from lightning_gputime._ranks.heat_map import heat_maps
+from lightning_gputime._ranks.over_time import heat_maps
 
 _RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.
@@ -153,9 +153,10 @@ class PhaseSummary(Tabular):
     def _rank_picture(self) -> Callable[[int, bool], str] | None:
         """Return a picture of the ranks if one of them is late."""
         ranks = self.ranks
-        if ranks is None or not (ranks.pattern or ranks.stragglers or ranks.suspect is not None):
+        if ranks is None or ranks.history is None:
             return None
-        return partial(heat_maps, ranks)
+        is_late = ranks.pattern or ranks.stragglers or ranks.suspect is not None
+        return partial(heat_maps, ranks.ranks, ranks.history) if is_late else None
 
     def _title(self) -> str:
         m = self.measurement

@@ -6,7 +6,6 @@ Each rank sends its totals to rank zero, which compares them. The waits of a ran
 - `totals` has the facts that a rank sends, and packs them.
 - `comparison` finds the straggler: read its function from the local times to the `RankSummary`.
 - `lines` finds the line that is slower, or the factor of all lines. `over_time` finds how the
-  straggler changes over the run.
-- `heat_map` has the picture in a terminal.
+  straggler changes over the run, and draws it in a terminal.
 - `exchange` sends the totals, and makes all ranks time the same steps.
 """
