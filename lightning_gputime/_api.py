@@ -1,5 +1,7 @@
 """Public names that need neither torch nor Lightning. `__init__` imports them lazily."""
 
+from lightning_gputime._attribution import OutsideCause as OutsideCause
+from lightning_gputime._attribution import OutsideSummary as OutsideSummary
 from lightning_gputime._diagnosis import Advice as Advice
 from lightning_gputime._diagnosis import Diagnosis as Diagnosis
 from lightning_gputime._diagnosis import Entry as Entry
@@ -18,8 +20,6 @@ from lightning_gputime._measurement.measurement import TrainingSetup as Training
 from lightning_gputime._measurement.memory import MemorySummary as MemorySummary
 from lightning_gputime._measurement.observers import Section as Section
 from lightning_gputime._measurement.observers import StepObserver as StepObserver
-from lightning_gputime._measurement.outside import OutsideCause as OutsideCause
-from lightning_gputime._measurement.outside import OutsideSummary as OutsideSummary
 from lightning_gputime._measurement.slow import Cause as Cause
 from lightning_gputime._measurement.slow import SlowStep as SlowStep
 from lightning_gputime._measurement.slow import SlowSummary as SlowSummary

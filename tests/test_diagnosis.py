@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_gputime import Cause, SlowStep
+from lightning_gputime._attribution import OutsideCause, OutsideSummary
 from lightning_gputime._diagnosis import CODES, Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import SAMPLER, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
-from lightning_gputime._measurement.outside import OutsideCause, OutsideSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown

@@ -17,7 +17,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 FLOORS = """_messages _phases testing, _compat _output.table, _record, _ledger _measurement.sums,
-    _loader.__init__ _ranks, _measurement, _attribution _instrumentation,
+    _attribution.__init__ _loader.__init__ _ranks, _measurement, _attribution _instrumentation,
     _diagnosis.__init__, _loader, _diagnosis, _output, _options,
     _causes, _ranks.exchange, _runs _session, _timer,
     callback hooks huggingface metric, _api _auto_instrumentation, _tuning, __init__, __main__"""

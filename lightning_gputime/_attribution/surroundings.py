@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_gputime._attribution import OutsideCause, OutsideSummary
 from lightning_gputime._attribution.batch import BatchLog
 from lightning_gputime._attribution.gpu_clock import GPUClock
 from lightning_gputime._attribution.machine import (
@@ -28,7 +29,6 @@ from lightning_gputime._attribution.overlap import (
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.observers import ReadSteps
-from lightning_gputime._measurement.outside import OutsideCause, OutsideSummary
 from lightning_gputime._measurement.slow import (
     MIN_EXCESS_DEVIATIONS,
     MIN_EXCESS_MS,

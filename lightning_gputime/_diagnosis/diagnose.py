@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from lightning_gputime._attribution import advice_on
 from lightning_gputime._diagnosis import (
     CODES,
     COMMUNICATION_BOUND,
@@ -35,7 +36,6 @@ from lightning_gputime._diagnosis.breakdown import (
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
-from lightning_gputime._measurement.outside import advice_on
 from lightning_gputime._measurement.sums import is_uneven
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._messages import duration, percent

@@ -2,7 +2,7 @@
 
 Each class owns its state and returns facts. The code is plain Python and NumPy: no module imports
 torch, and clocks are passed in. Advice belongs in `_diagnosis` or to its feature, and text around
-numbers in `_output`. `outside` has what `_attribution` finds, with its sentences and advice.
+numbers in `_output`.
 
 Start with `results`: `Results` passes the steps that were read to the other classes, and returns a
 `measurement.Measurement`, with statistics of each phase.

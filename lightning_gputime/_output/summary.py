@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from lightning_gputime._attribution import OUTSIDE_CODES
 from lightning_gputime._diagnosis import Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._ledger.rows import LineRow
@@ -13,7 +14,6 @@ from lightning_gputime._loader.advice import loader_table
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemorySummary
-from lightning_gputime._measurement.outside import OUTSIDE_CODES
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import STEP, PhaseStats, WorkSummary, table_rows
