@@ -4,8 +4,7 @@ Each rank sends its totals to rank zero, which compares them. The waits of a ran
 `_instrumentation`, the advice is in `_diagnosis`.
 
 - `totals` has the facts that a rank sends, and packs them.
-- `comparison` finds the straggler: read its function from the local times to the `RankSummary`.
-- `lines` finds the line that is slower, or the factor of all lines. `over_time` finds how the
-  straggler changes over the run, and draws it in a terminal.
+- `comparison` finds the straggler: read `compare` from the local times to the `RankSummary`.
+- `over_time` finds how the straggler changes over the run, and draws it in a terminal.
 - `exchange` sends the totals, and makes all ranks time the same steps.
 """

@@ -4,24 +4,20 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gputime._measurement.sums import STEP, largest_part
 from lightning_gputime._messages import duration, messages, percent
 from lightning_gputime._phases import BACKWARD, BETWEEN_BATCHES, COMM, DATA, in_order, is_wait
-from lightning_gputime._ranks.lines import (
-    MIN_FACTOR,
-    LineExcess,
-    common_factor,
-    longest_excess,
-    longest_wait,
-)
 from lightning_gputime._ranks.over_time import MIN_EXCESS, RankHistory, history_of, pattern_of
-from lightning_gputime._ranks.totals import BatchContent, RankTotals
+from lightning_gputime._ranks.totals import MAX_LINES, BatchContent, LineTime, RankTotals
 
 LOCAL = "local"
 """Key of a rank's step time without waits for other ranks."""
 
+# A host or a GPU that needs this multiple of the time is slower: the speed of equal ones differs by
+# less, as clocks do.
+_MIN_FACTOR = 1.15
 _MIN_ERRORS = 4.0  # The last of 1,024 equal ranks exceeds the median by 3 errors by chance.
 # The speed of a host drifts for seconds, so each second is one sample of it.
 _HOST_SAMPLE_MS = 1000.0
@@ -203,19 +199,19 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     content = totals[last].batch
     more = _more_content(content, [totals[rank].batch for rank in others])
     batch = ""
-    if is_large and more >= max(MIN_FACTOR - 1, _MIN_CAUSE * excess_ms / step_ms):
+    if is_large and more >= max(_MIN_FACTOR - 1, _MIN_CAUSE * excess_ms / step_ms):
         both = f"({content.amount:,.0f} and {content.amount / (1 + more):,.0f} per step)"
         batch = f"{1 + more:.1f} times the {content.unit} of the others {both}"
     factor: float | None = None
-    found: LineExcess | None = None
+    found: _LineExcess | None = None
     lines = totals[last].lines
     others_lines = [totals[rank].lines for rank in others if totals[rank].lines]
     is_host = host_excess_ms >= 0.5 * total_ms  # The host sets the pace of most of the excess.
     if is_large and 2 * len(others_lines) >= len(others):
         min_cause_ms = _MIN_CAUSE * excess_ms
-        factor = common_factor(lines, others_lines, min_cause_ms, is_host=is_host)
+        factor = _common_factor(lines, others_lines, min_cause_ms, is_host=is_host)
         if factor is None:
-            found = longest_excess(lines, others_lines, min_cause_ms)
+            found = _longest_excess(lines, others_lines, min_cause_ms)
 
     # 4. Estimate the error. Example: two ranks with standard errors of 0.3 and 0.4 ms differ with
     # an error of sqrt(0.3 ** 2 + 0.4 ** 2) = 0.5 ms.
@@ -305,7 +301,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         own_share = excess_ms / total_ms if hidden_ms else 1.0
         pattern, pattern_note = pattern_of(totals, history, stragglers, step_ms, own_share)
     waiting = [total.lines for rank, total in totals.items() if rank not in stragglers]
-    wait_line, wait_phase, wait_ms = longest_wait([lines for lines in waiting if lines])
+    wait_line, wait_phase, wait_ms = _longest_wait([lines for lines in waiting if lines])
     wait_note = ""
     if wait_line and wait_ms >= MIN_EXCESS * step_ms:
         waiters = "the other ranks wait" if stragglers else "ranks wait for each other"
@@ -397,3 +393,147 @@ def _rows(
             max_rank=longest,
         )
     return rows
+
+
+# Lines of code: the line that is slower on a rank, and the line of the waits
+
+
+class _LineExcess(NamedTuple):
+    """A line of a rank, the time by which it exceeds that of the others, and the phase of most."""
+
+    line: LineTime
+    ms: float
+    phase: str
+
+
+def _longest_excess(
+    own: Sequence[LineTime], others: Sequence[Sequence[LineTime]], min_excess_ms: float
+) -> _LineExcess | None:
+    """Return the line in which a rank exceeds the median of the other ranks the most.
+
+    Return None if it is less than `min_excess_ms`, or not more than the errors. The excess in which
+    the host sets the pace is at most that of the host's own time: the others may do that work while
+    they wait.
+
+    Example: the host sets the pace for 9 ms of a line, and of 1 ms on the other ranks. If it is
+    busy for 10 ms on all ranks, the others do 8 ms of the line while they wait, and its excess is
+    min(9 - 1, 10 - 10) = 0 ms.
+    """
+    longest = None
+    for line in own:
+        phases = [name for name in line.phases_ms if not is_wait(name)]
+        by_rank_ms = [_usual_ms(line, own, lines, phases) for lines in others]
+        usual_ms = map(statistics.median, zip(*by_rank_ms, strict=True))
+        host_ms, gpu_ms, busy_ms, *phases_ms = map(
+            float.__sub__, _sums_of([line], phases), usual_ms
+        )
+        ms = min(min(host_ms, max(busy_ms, 0.0)) + gpu_ms, line.local_ms)
+        if ms > max(longest.ms if longest is not None else 0.0, line.error_ms):
+            _, phase = max(zip(phases_ms, phases, strict=True))
+            longest = _LineExcess(line, ms, phase)
+    return longest if longest is not None and longest.ms >= min_excess_ms else None
+
+
+def _usual_ms(
+    line: LineTime, own: Sequence[LineTime], lines: Sequence[LineTime], phases: Sequence[str]
+) -> list[float]:
+    """Return the times of a line on another rank, whose rows may be divided in another way.
+
+    Args:
+        line: A line of the rank that is compared.
+        own: All lines of this rank.
+        lines: All lines of the other rank.
+        phases: Phases to return the times of. See `_sums_of`.
+    """
+    same = [other for other in lines if other.text == line.text]
+    if not same:
+        # A row without its line numbers may be the same code, unless this rank has it, too.
+        texts = {each.text for each in own}
+        named = [other for other in lines if other.function == line.function]
+        same = [other for other in named if other.text not in texts]
+    if same:
+        return _sums_of(same, phases)
+    # Its time may be part of the line that calls it. Example: `outer` takes 10 ms there and 4 ms
+    # here, so 6 ms of it are `inner`, which has a line here only.
+    callers = _sums_of([other for other in lines if other.function == line.caller], phases)
+    own_callers = _sums_of([each for each in own if each.function == line.caller], phases)
+    host_ms, gpu_ms, busy_ms, *phases_ms = map(float.__sub__, callers, own_callers)
+    # If not all lines were sent, it is at most as long as the shortest of them.
+    shortest_ms = lines[-1].longest_ms if len(lines) == MAX_LINES else 0.0
+    paced_ms = max(host_ms, shortest_ms), max(gpu_ms, 0.0), max(busy_ms, shortest_ms)
+    return [*paced_ms, *(max(ms, 0.0) for ms in phases_ms)]
+
+
+def _sums_of(lines: Sequence[LineTime], phases: Sequence[str]) -> list[float]:
+    """Return the sums of `host_ms`, `gpu_ms` and `busy_ms`, and of the times in phases."""
+    sums_ms = [0.0] * (3 + len(phases))
+    for line in lines:
+        of_phases = (line.phases_ms.get(name, 0.0) for name in phases)
+        each_ms = line.host_ms, line.gpu_ms, line.busy_ms, *of_phases
+        sums_ms = [sum_ms + ms for sum_ms, ms in zip(sums_ms, each_ms, strict=True)]
+    return sums_ms
+
+
+def _common_factor(
+    own: Sequence[LineTime],
+    others: Sequence[Sequence[LineTime]],
+    min_excess_ms: float,
+    *,
+    is_host: bool,
+) -> float | None:
+    """Return the multiple of the others' time that a rank needs for every line.
+
+    Return None if it does not differ, if it is not the same for all lines, or if it explains less
+    than `min_excess_ms`. With `is_host`, compare the time of the host, else that of the GPU.
+
+    Example: lines of 9, 2 and 1 ms take 11.25, 2.5 and 1.25 ms on this rank. The factor is
+    15 / 12 = 1.25, and explains 0.25 * 12 = 3 ms.
+    """
+
+    def by_text(lines: Sequence[LineTime]) -> dict[str, float]:
+        return {line.text: line.busy_ms if is_host else line.gpu_ms for line in lines}
+
+    others_ms = [*map(by_text, others)]
+    both_ms = [
+        (ms, statistics.median(each_ms.get(text, 0.0) for each_ms in others_ms))
+        for text, ms in by_text(own).items()
+    ]
+    usual_ms = sum(usual for _, usual in both_ms)
+    # The ratio of a short line is uncertain. Two lines may differ by the same factor by chance.
+    both_ms = [(ms, usual) for ms, usual in both_ms if usual > 0 and usual >= 0.05 * usual_ms]
+    if len(both_ms) < 3:
+        return None
+    factor = sum(ms for ms, _ in both_ms) / sum(usual for _, usual in both_ms)
+    more = factor - 1
+    is_uniform = all(1 + 0.5 * more <= ms / usual <= 1 + 2 * more for ms, usual in both_ms)
+    explains = more * usual_ms >= min_excess_ms
+    return factor if factor >= _MIN_FACTOR and is_uniform and explains else None
+
+
+def _longest_wait(waiting: Sequence[Sequence[LineTime]]) -> tuple[str, str, float]:
+    """Return the line and the phase in which ranks wait for others the longest.
+
+    Args:
+        waiting: Lines of each rank that waits.
+
+    Returns:
+        The text of the line, the phase, and the median of the ranks' waits (in milliseconds), which
+        is 0.0 for a line that does not wait on most of the ranks.
+    """
+    by_rank = [
+        {
+            (line.text, name.rpartition("/")[0]): ms
+            for line in lines
+            for name, ms in line.phases_ms.items()
+            if is_wait(name)
+        }
+        for lines in waiting
+    ]
+    usual_ms = {
+        place: statistics.median(waits_ms.get(place, 0.0) for waits_ms in by_rank)
+        for place in dict.fromkeys(place for waits_ms in by_rank for place in waits_ms)
+    }
+    if not usual_ms:
+        return "", "", 0.0
+    text, phase = max(usual_ms, key=usual_ms.__getitem__)
+    return text, phase, usual_ms[text, phase]

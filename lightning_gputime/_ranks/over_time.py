@@ -49,15 +49,14 @@ def history_of(totals: Mapping[int, RankTotals]) -> RankHistory | None:
         return None
     n = len(numbered.first)
     local_ms, wait_ms = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    absent = [math.nan] * n
     for total in totals.values():
         windows = total.windows
-        has_arrived = windows is not None and windows.steps == numbered.steps
-        for rows, each_ms in (
-            (local_ms, windows.local_ms if windows is not None and has_arrived else ()),
-            (wait_ms, windows.wait_ms if windows is not None and has_arrived else ()),
-        ):
-            # Exactly n windows: NaN for those that have not arrived.
-            rows.append(tuple([*each_ms, *[math.nan] * n][:n]))
+        arrived: tuple[Sequence[float], Sequence[float]] = (), ()
+        if windows is not None and windows.steps == numbered.steps:
+            arrived = windows.local_ms, windows.wait_ms
+        for rows, each_ms in zip((local_ms, wait_ms), arrived, strict=True):
+            rows.append(tuple([*each_ms, *absent][:n]))  # Exactly n windows; absent ones are NaN.
     if sum(not math.isnan(row[0]) for row in local_ms) < 2:
         return None
     return RankHistory(numbered.steps, tuple(numbered.first), tuple(local_ms), tuple(wait_ms))
