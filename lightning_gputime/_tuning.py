@@ -1,7 +1,7 @@
 """Changes that the advice suggests, and the alternating runs that show their effect.
 
-`child` applies a change inside the script's process. The advice itself belongs to `_diagnosis`. A
-change that cannot be applied from outside stays advice.
+`_auto_instrumentation.tuned` applies a change inside the script's process. The advice itself
+belongs to `_diagnosis`. A change that cannot be applied from outside stays advice.
 """
 
 import argparse

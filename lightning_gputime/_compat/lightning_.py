@@ -170,12 +170,13 @@ def skips_absent_hooks(trainer: Any, callback: Any) -> bool:
     """
     if not any(each is callback for each in trainer.callbacks):
         return False
-    modules = [kind.__module__ for kind in type(trainer).__mro__]
-    found = next((each for each in modules if each in TRAINING), "")
-    call = _CALL_HOOKS.of(sys.modules.get(f"{found.rpartition('.')[0]}.call"))
-    probe = SimpleNamespace(callbacks=[SimpleNamespace(hook=None)], lightning_module=None)
+    # Trainers call hooks with a function of the module next to theirs. Try it with a hook of None.
+    modules = [kind.__module__ for kind in type(trainer).__mro__ if kind.__module__ in TRAINING]
+    package = modules[0].rpartition(".")[0] if modules else ""
+    call_hooks = _CALL_HOOKS.of(sys.modules.get(f"{package}.call"))
+    trial = SimpleNamespace(callbacks=[SimpleNamespace(hook=None)], lightning_module=None)
     try:
-        call(probe, "hook")  # None raises an error, too.
+        call_hooks(trial, "hook")  # Also raises if this version has no such function.
     except Exception:
         return False
     return True

@@ -121,7 +121,7 @@ def _is_user_file(file: str, path: tuple[str, ...], commands: frozenset[str]) ->
     file = os.path.abspath(file)  # The name is relative if the script was started by such a name.
     if any(file.startswith(folder) for folder in commands):
         return True
-    if "-packages" in file or "torchinductor" in file or file.startswith(_roots(path)):
+    if "-packages" in file or "torchinductor" in file or file.startswith(_library_files(path)):
         return False
     # Console scripts that an installer has generated have no extension.
     return not (os.path.dirname(file) == _SCRIPTS and "." not in os.path.basename(file))
@@ -131,9 +131,9 @@ _SCRIPTS = sysconfig.get_paths()["scripts"]
 
 
 @lru_cache(maxsize=16)
-def _roots(path: tuple[str, ...]) -> tuple[str, ...]:
-    # The files of libraries, and their folders, each with a separator at its end.
-    roots = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+def _library_files(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the folders of libraries, each with a separator at its end, and single files."""
+    files = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for folder in filter(None, path):
         try:
             # A folder into which packages were installed, as with `pip install --target`.
@@ -142,16 +142,16 @@ def _roots(path: tuple[str, ...]) -> tuple[str, ...]:
             # The zipped standard library.
             is_root = folder.endswith(".zip") and "python3" in folder
         if is_root:
-            roots.add(folder)
+            files.add(folder)
     for name in _LIBRARIES:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file:
             # A library may be a single file.
             is_package = os.path.basename(file) == "__init__.py"
-            roots.add(os.path.dirname(file) if is_package else file)
+            files.add(os.path.dirname(file) if is_package else file)
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        roots.add(os.path.abspath(cache))
-    return tuple(root if root.endswith(".py") else os.path.join(root, "") for root in roots)
+        files.add(os.path.abspath(cache))
+    return tuple(file if file.endswith(".py") else os.path.join(file, "") for file in files)
 
 
 def user_frames(frame: FrameType | None) -> list[FrameType]:

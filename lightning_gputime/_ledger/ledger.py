@@ -67,8 +67,7 @@ class OutsideLines:
 
     def switch_to(self, entry: str) -> None:
         """End the open entry, and open another, which may be examined; an empty entry is a step."""
-        if self._watch is not None:
-            self._end()
+        self._end()
         if not entry or self._now_ns is None:
             return
         self._n[entry] += 1

@@ -300,7 +300,8 @@ def _add_each_step(
             mean_phase_ms = mean_phases_ms[phase]
             usual_ms = ms * phases_ms[phase] / mean_phase_ms if mean_phase_ms else 0.0
             excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
-        # The line that keeps the device waiting depends on other lines, but its own time does not.
+        # For growth, take the host's time without waits (`busy_ms`; unknown on the host's clock) in
+        # place of host-paced time. How long a line keeps the device waiting depends on other lines.
         own_ms: dict[_RowKey, float] = defaultdict(float)
         for cell, ms in cells.items():
             if cell in keys and (cell.pace == GPU or not step.busy_ms):

@@ -130,7 +130,7 @@ class LineWatch:
         source = self._source
         if source is not None:
             source.stop(self._thread)
-            # After an interruption of the line above, the next call of this function stops it.
+            # Not earlier: if Ctrl-C interrupts the line above, the next call stops the source.
             self._source = None
 
     @contextmanager

@@ -558,11 +558,6 @@ class LoaderWorkers(TimedLoader):
     def init(self, user_init: Callable[[int], object] | None) -> Callable[[int], None]:
         return partial(_init_worker, self._times, self._lines, user_init, time.perf_counter_ns())
 
-    @property
-    def pin_ms(self) -> float | None:
-        """Mean time to copy a batch to pinned memory (in milliseconds); None without a copy."""
-        return self._pin_ns / self._pinned / 1e6 if self._pinned else None
-
     def timed_pin_loop(self, loop: Callable[..., None]) -> Callable[..., None]:
         """Wrap the main loop of a pin-memory thread, to time its copies.
 
@@ -644,7 +639,7 @@ class LoaderWorkers(TimedLoader):
             slowest_index=index if index >= 0 else None,
             # A checksum of 0 is unknown, so it does not show a repeat.
             repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
-            pin_ms=self.pin_ms,
+            pin_ms=self._pin_ns / self._pinned / 1e6 if self._pinned else None,
         )
 
     def lines(self) -> tuple[LineRow, ...]:
@@ -653,7 +648,7 @@ class LoaderWorkers(TimedLoader):
         for row in self._lines.numpy():
             with contextlib.suppress(ValueError):  # It is empty, or the worker is writing it.
                 found.append(json.loads(bytes(row).rstrip(b"\0")))
-        ms: dict[tuple[str, str, int, int], float] = {}
+        ms: dict[tuple[str, str, int, int], float] = {}  # Mean over the workers in `found`.
         for function, file, first, last, line_ms in (row for rows in found for row in rows):
             key = function, file, first, last
             ms[key] = ms.get(key, 0.0) + line_ms / len(found)

@@ -13,9 +13,7 @@ from lightning_gputime._messages import percent
 from lightning_gputime._phases import (
     BACKWARD,
     FORWARD,
-    SAVES,
     StepRecord,
-    of_one_callback,
     resolve_labels,
 )
 
@@ -271,15 +269,3 @@ def largest_part(of_phases: Mapping[str, float], parent: str = "", sign: float =
         if not large:
             return found
         found = max(large, key=signed_ms.__getitem__)
-
-
-def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
-    """Yield the name, the title and the statistics of each phase that has a row in the table.
-
-    The title of a sub-phase is indented, without its parent. Single callbacks have no row, because
-    there may be many, and the time breakdown names the long ones.
-    """
-    for name, row in rows.items():
-        _, _, part = name.partition("/")
-        if name == SAVES or not of_one_callback(name):
-            yield name, f"  {part}" if part else name, row

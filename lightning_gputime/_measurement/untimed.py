@@ -266,7 +266,8 @@ class UntimedSteps:
         self._unsettled += steps
         self._n_unsettled_warmup += warmup
         n = self._unsettled[-1].step_index + 1 - self._n_settled
-        # Settling costs the same for one step and for a hundred, so collect steps.
+        # Settling costs the same for one step and for a hundred, so collect 50 steps, unless most
+        # of them are timed.
         if n < 50 and 2 * len(self._unsettled) < n:
             return False
         self.settle()

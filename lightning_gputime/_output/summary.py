@@ -1,7 +1,7 @@
 """Summary of a run: a measurement and its diagnosis, as tables and as JSON."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -16,11 +16,11 @@ from lightning_gputime._measurement.measurement import Measurement, TrainingSetu
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowSummary
-from lightning_gputime._measurement.sums import STEP, PhaseStats, WorkSummary, table_rows
+from lightning_gputime._measurement.sums import STEP, PhaseStats, WorkSummary
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
 from lightning_gputime._messages import duration, percent, plain, unit_of
 from lightning_gputime._output.table import Table, Tabular
-from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD
+from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD, SAVES, of_one_callback
 from lightning_gputime._ranks.comparison import RankSummary
 from lightning_gputime._ranks.over_time import heat_maps
 
@@ -139,6 +139,10 @@ class PhaseSummary(Tabular):
         # Mean over all steps: `mean_ms` is that over steps with the phase, `frequency` their share.
         device_ms = {name: row.frequency * row.mean_ms for name, row in rows.items()}
         host_ms = {name: row.frequency * row.host_mean_ms for name, row in rows.items()}
+        ranks, picture = m.ranks, None
+        if ranks is not None and ranks.history is not None:
+            is_late = ranks.pattern or ranks.stragglers or ranks.suspect is not None
+            picture = partial(heat_maps, ranks.ranks, ranks.history) if is_late else None
         return Table(
             self._title(),
             self._lines(),
@@ -146,17 +150,9 @@ class PhaseSummary(Tabular):
             above=above,
             drops=_DROPS,
             lanes={"CPU": device_ms} if m.on_host_clock else {"GPU": device_ms, "host": host_ms},
-            picture=self._rank_picture(),
+            picture=picture,
             below=None if m.is_warmup else loader_table(m, self.setup),
         )
-
-    def _rank_picture(self) -> Callable[[int, bool], str] | None:
-        """Return a picture of the ranks if one of them is late."""
-        ranks = self.ranks
-        if ranks is None or ranks.history is None:
-            return None
-        is_late = ranks.pattern or ranks.stragglers or ranks.suspect is not None
-        return partial(heat_maps, ranks.ranks, ranks.history) if is_late else None
 
     def _title(self) -> str:
         m = self.measurement
@@ -186,11 +182,15 @@ class PhaseSummary(Tabular):
 
         cells: dict[str, str] = {}
         lines = []
-        for name, title, row in (*table_rows(m.rows), (STEP, STEP, m.step)):
+        for name, row in (*m.rows.items(), (STEP, m.step)):
+            # There may be many single callbacks, and the time breakdown names the long ones.
+            if of_one_callback(name) and name != SAVES:
+                continue
+            _, _, part = name.partition("/")
             mean, error = time(row.mean_ms), time(row.error_ms)
             is_visible = error.strip("0.") != ""  # Not rounded to zero.
             cells = {
-                "phase": title,
+                "phase": f"  {part}" if part else name,
                 "mean": f"{mean} ± {error}" if mean and is_visible else mean,
                 "share": _percent_with_error(row.share, row.share_error),
                 "p50": time(row.p50_ms),
