@@ -1,88 +1,102 @@
 """Per-phase GPU times of PyTorch and Lightning training steps."""
 
-# ruff: noqa: F403, F405  # At runtime `__getattr__` imports names.
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_gputime._api import *
+    from lightning_gputime._attribution import OutsideCause as OutsideCause
+    from lightning_gputime._attribution import OutsideSummary as OutsideSummary
+    from lightning_gputime._diagnosis import Advice as Advice
+    from lightning_gputime._diagnosis import Diagnosis as Diagnosis
+    from lightning_gputime._diagnosis import Entry as Entry
+    from lightning_gputime._diagnosis import TimeBreakdown as TimeBreakdown
     from lightning_gputime._instrumentation.traced import phase as phase
-    from lightning_gputime.callback import GPUPhaseTimer
+    from lightning_gputime._ledger.rows import LineRow as LineRow
+    from lightning_gputime._ledger.rows import PhasePart as PhasePart
+    from lightning_gputime._loader import LoaderTimes as LoaderTimes
+    from lightning_gputime._loader import WorkerTimes as WorkerTimes
+    from lightning_gputime._measurement.changes import Slowdown as Slowdown
+    from lightning_gputime._measurement.culprits import Culprit as Culprit
+    from lightning_gputime._measurement.culprits import Source as Source
+    from lightning_gputime._measurement.measurement import CostlySetting as CostlySetting
+    from lightning_gputime._measurement.measurement import Environment as Environment
+    from lightning_gputime._measurement.measurement import Measurement as Measurement
+    from lightning_gputime._measurement.measurement import TrainingSetup as TrainingSetup
+    from lightning_gputime._measurement.memory import MemorySummary as MemorySummary
+    from lightning_gputime._measurement.observers import Section as Section
+    from lightning_gputime._measurement.observers import StepObserver as StepObserver
+    from lightning_gputime._measurement.slow import Cause as Cause
+    from lightning_gputime._measurement.slow import SlowStep as SlowStep
+    from lightning_gputime._measurement.slow import SlowSummary as SlowSummary
+    from lightning_gputime._measurement.sums import PhaseStats as PhaseStats
+    from lightning_gputime._measurement.sums import WorkSummary as WorkSummary
+    from lightning_gputime._measurement.wall_clock import WallClockBreakdown as WallClockBreakdown
+    from lightning_gputime._options import TimerOptions as TimerOptions
+    from lightning_gputime._output.loggers import MetricsLogger as MetricsLogger
+    from lightning_gputime._output.summary import PhaseSummary as PhaseSummary
+    from lightning_gputime._output.table import Table as Table
+    from lightning_gputime._phases import StepTimes as StepTimes
+    from lightning_gputime._phases import Timeline as Timeline
+    from lightning_gputime._ranks.comparison import RankStats as RankStats
+    from lightning_gputime._ranks.comparison import RankSummary as RankSummary
+    from lightning_gputime._ranks.over_time import RankHistory as RankHistory
+    from lightning_gputime._runs.compare import LineChange as LineChange
+    from lightning_gputime._runs.compare import RunComparison as RunComparison
+    from lightning_gputime._runs.compare import compare as compare
+    from lightning_gputime._runs.estimates import Difference as Difference
+    from lightning_gputime._runs.estimates import ProportionalStep as ProportionalStep
+    from lightning_gputime._runs.saved import Run as Run
+    from lightning_gputime._runs.saved import load as load
+    from lightning_gputime.callback import GPUPhaseTimer as GPUPhaseTimer
     from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
-    from lightning_gputime.metric import PhaseTimeMetric
+    from lightning_gputime.metric import PhaseTimeMetric as PhaseTimeMetric
 
-__all__ = [
-    "Advice",
-    "Cause",
-    "CostlySetting",
-    "Culprit",
-    "Diagnosis",
-    "Difference",
-    "Entry",
-    "Environment",
-    "GPUPhaseHooks",
-    "GPUPhaseTimer",
-    "LineChange",
-    "LineRow",
-    "LoaderTimes",
-    "Measurement",
-    "MemorySummary",
-    "MetricsLogger",
-    "OutsideCause",
-    "OutsideSummary",
-    "PhasePart",
-    "PhaseStats",
-    "PhaseSummary",
-    "PhaseTimeMetric",
-    "ProportionalStep",
-    "RankHistory",
-    "RankStats",
-    "RankSummary",
-    "Run",
-    "RunComparison",
-    "Section",
-    "SlowStep",
-    "SlowSummary",
-    "Slowdown",
-    "Source",
-    "StepObserver",
-    "StepTimes",
-    "Table",
-    "TimeBreakdown",
-    "Timeline",
-    "TimerOptions",
-    "TrainingSetup",
-    "WallClockBreakdown",
-    "WorkSummary",
-    "WorkerTimes",
-    "compare",
-    "load",
-    "phase",
-]
+_NAMES = {
+    "_attribution": ("OutsideCause", "OutsideSummary"),
+    "_diagnosis": ("Advice", "Diagnosis", "Entry", "TimeBreakdown"),
+    "_instrumentation.traced": ("phase",),
+    "_ledger.rows": ("LineRow", "PhasePart"),
+    "_loader": ("LoaderTimes", "WorkerTimes"),
+    "_measurement.changes": ("Slowdown",),
+    "_measurement.culprits": ("Culprit", "Source"),
+    "_measurement.measurement": ("CostlySetting", "Environment", "Measurement", "TrainingSetup"),
+    "_measurement.memory": ("MemorySummary",),
+    "_measurement.observers": ("Section", "StepObserver"),
+    "_measurement.slow": ("Cause", "SlowStep", "SlowSummary"),
+    "_measurement.sums": ("PhaseStats", "WorkSummary"),
+    "_measurement.wall_clock": ("WallClockBreakdown",),
+    "_options": ("TimerOptions",),
+    "_output.loggers": ("MetricsLogger",),
+    "_output.summary": ("PhaseSummary",),
+    "_output.table": ("Table",),
+    "_phases": ("StepTimes", "Timeline"),
+    "_ranks.comparison": ("RankStats", "RankSummary"),
+    "_ranks.over_time": ("RankHistory",),
+    "_runs.compare": ("LineChange", "RunComparison", "compare"),
+    "_runs.estimates": ("Difference", "ProportionalStep"),
+    "_runs.saved": ("Run", "load"),
+    "callback": ("GPUPhaseTimer",),
+    "hooks": ("GPUPhaseHooks",),
+    "metric": ("PhaseTimeMetric",),
+}
+"""Public names by module. They are imported when they are first used: torch takes seconds."""
 
 __version__ = "0.2.0"
 
-_HEAVY = {
-    "GPUPhaseHooks": "hooks",
-    "GPUPhaseTimer": "callback",
-    "PhaseTimeMetric": "metric",
-    "phase": "_instrumentation.traced",
-}
-"""Modules of the names that need torch or Lightning. All other names are in `_api`."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    # Import lazily: importing torch takes seconds, and the command line may not need it.
-    if name not in __all__:
+    if name not in _MODULE_OF:
         from lightning_gputime._messages import suggest
 
         fix = "" if name.startswith("_") else f": {suggest(name, __all__)}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")
-    module = importlib.import_module(f"{__name__}.{_HEAVY.get(name, '_api')}")
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
     found = globals()[name] = getattr(module, name)
     if isinstance(found, type):
-        found.__module__ = __name__
+        found.__module__ = __name__  # Users import the class from here.
     return found
 
 

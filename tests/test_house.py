@@ -20,7 +20,7 @@ FLOORS = """_messages _phases testing, _compat _output.table, _record, _ledger _
     _attribution.__init__ _loader.__init__ _ranks, _measurement, _attribution _instrumentation,
     _diagnosis.__init__, _loader, _diagnosis, _output, _options,
     _causes, _ranks.exchange, _runs _session, _timer,
-    callback hooks huggingface metric, _api _auto_instrumentation, _tuning, __init__, __main__"""
+    callback hooks huggingface metric, _auto_instrumentation, _tuning, __init__, __main__"""
 """Packages and modules (rooms) by floor, lowest first. A room imports only from lower floors.
 
 A feature is one folder, so it has several rooms: its facts are below the diagnosis, its advice
