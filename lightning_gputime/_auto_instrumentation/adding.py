@@ -26,7 +26,7 @@ from lightning_gputime._compat.torch_ import (
 )
 from lightning_gputime._instrumentation.patching import Calls, Subscription
 from lightning_gputime._loader.stages import StagedLoaders
-from lightning_gputime._measurement.culprits import CulpritSums, Loader
+from lightning_gputime._measurement.culprits import CulpritSums, TimedLoader
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OTHER
 from lightning_gputime._record.recorder import PAUSED
@@ -221,7 +221,7 @@ class EarlyStages(StagedLoaders):
         is_attached = any(isinstance(other, StagedLoaders) for other in others)
         return get_worker_info() is None and not is_attached
 
-    def _remember_newest(self, loader: Loader) -> Loader:
+    def _remember_newest(self, loader: TimedLoader) -> TimedLoader:
         # `on_call_end` is called next, with the iterator of this loader.
         self._newest = loader
         return loader

@@ -27,10 +27,9 @@ def code_of(function: Any) -> CodeType | None:
         return None
 
 
-def definition_of(function: Any) -> tuple[str, int, str] | None:
-    """Return the file, the line and the qualified name of a function; None if unknown."""
-    code = code_of(function)
-    return None if code is None else (code.co_filename, code.co_firstlineno, code.co_qualname)
+def short_name(qualified: str) -> str:
+    """Return the qualified name of a function, without the functions around its definition."""
+    return qualified.rpartition("<locals>.")[2]
 
 
 def interpreter_flags() -> list[str]:
@@ -199,8 +198,8 @@ def running_line() -> tuple[str, int, str] | None:
 def running_functions() -> frozenset[tuple[str, str]]:
     """Return file and name of the user's functions that are running."""
     frames = user_frames(sys._getframe(1))
-    names = ((frame.f_code.co_filename, frame.f_code.co_qualname) for frame in frames)
-    return frozenset((file, name.rpartition("<locals>.")[2]) for file, name in names)
+    codes = (frame.f_code for frame in frames)
+    return frozenset((code.co_filename, short_name(code.co_qualname)) for code in codes)
 
 
 def place_in_thread(ident: int) -> tuple[str, int, str] | None:

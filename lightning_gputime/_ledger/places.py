@@ -4,6 +4,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+from lightning_gputime._compat.python_ import short_name
+
 LINES, CALLS, NOTHING = 2, 1, 0
 """Detail with which a function is followed. With `CALLS`, its lines are not told apart; with
 `NOTHING`, its time belongs to the line that calls it."""
@@ -21,13 +23,8 @@ FunctionKey = tuple[str, str, int]
 """Identity of a function in any context: its file, its name and its first line."""
 
 
-def name_of(code: CodeType) -> str:
-    """Return the qualified name of a function, without the functions around its definition."""
-    return code.co_qualname.rpartition("<locals>.")[2]
-
-
 def key_of(code: CodeType) -> FunctionKey:
-    return code.co_filename, name_of(code), code.co_firstlineno
+    return code.co_filename, short_name(code.co_qualname), code.co_firstlineno
 
 
 class Line:
@@ -75,8 +72,7 @@ class Function:
     def __init__(self, code: CodeType, caller: Line, detail: int) -> None:
         self.code: CodeType | None = code
         self.caller = caller
-        self.file, self.first_line = code.co_filename, code.co_firstlineno
-        self.name = name_of(code)
+        self.file, self.name, self.first_line = key_of(code)
         self.is_library = detail == CALLS
         self.whole = Line(self, 0)
         self.lines: dict[int, Line] = {}

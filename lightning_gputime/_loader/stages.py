@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_gputime._compat import report_missing
-from lightning_gputime._compat.python_ import definition_of
+from lightning_gputime._compat.python_ import code_of, short_name
 from lightning_gputime._compat.torch_ import (
     FETCHERS,
     fetcher_classes,
@@ -36,6 +36,7 @@ from lightning_gputime._compat.torch_ import (
 from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._ledger.ledger import OutsideLines
+from lightning_gputime._ledger.places import key_of
 from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
 from lightning_gputime._loader import LoaderTimes, MadeBatch, WorkerTimes
 from lightning_gputime._measurement.culprits import (
@@ -257,15 +258,10 @@ def _original(value: Any) -> Any:
 
 
 def _source_of(function: Any) -> Source | None:
-    if (found := definition_of(function)) is None:
+    if (code := code_of(function)) is None:
         return None
-    file, line, name = found
-    return Source(file, line, line, _short_name(name))
-
-
-def _short_name(qualified: str) -> str:
-    """Return a qualified name without its enclosing functions."""
-    return qualified.rpartition("<locals>.")[2]
+    file, name, line = key_of(code)
+    return Source(file, line, line, name)
 
 
 def _stages_of(loader: Any) -> Iterator[LoaderStage]:
@@ -285,7 +281,7 @@ def _stages_of(loader: Any) -> Iterator[LoaderStage]:
     # The transformers Trainer wraps its collator to remove columns.
     collate = getattr(collate, "data_collator", collate)
     is_function = hasattr(collate, "__qualname__")
-    name = _short_name(collate.__qualname__) if is_function else type(collate).__name__
+    name = short_name(collate.__qualname__) if is_function else type(collate).__name__
     yield LoaderStage(COLLATE, name, _source_of(collate if is_function else type(collate).__call__))
 
 
@@ -558,6 +554,11 @@ class LoaderWorkers(TimedLoader):
     def init(self, user_init: Callable[[int], object] | None) -> Callable[[int], None]:
         return partial(_init_worker, self._times, self._lines, user_init, time.perf_counter_ns())
 
+    @property
+    def pin_ms(self) -> float | None:
+        """Mean time to copy a batch to pinned memory (in milliseconds); None without a copy."""
+        return self._pin_ns / self._pinned / 1e6 if self._pinned else None
+
     def timed_pin_loop(self, loop: Callable[..., None]) -> Callable[..., None]:
         """Wrap the main loop of a pin-memory thread, to time its copies.
 
@@ -639,7 +640,7 @@ class LoaderWorkers(TimedLoader):
             slowest_index=index if index >= 0 else None,
             # A checksum of 0 is unknown, so it does not show a repeat.
             repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
-            pin_ms=self._pin_ns / self._pinned / 1e6 if self._pinned else None,
+            pin_ms=self.pin_ms,
         )
 
     def lines(self) -> tuple[LineRow, ...]:

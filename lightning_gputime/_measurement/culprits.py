@@ -5,7 +5,6 @@ The ledger (`_ledger`) names all other code.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 from lightning_gputime._ledger.places import lines_in
 from lightning_gputime._ledger.rows import LineRow
@@ -87,9 +86,6 @@ class TimedLoader:
         return ()
 
 
-Loader = TypeVar("Loader", bound=TimedLoader)
-
-
 class CulpritSums:
     """Stages of all loaders, and code by entry. Only the training thread adds to it."""
 
@@ -98,11 +94,11 @@ class CulpritSums:
         self._codes: dict[tuple[str, str, Source | None], list[int]] = {}
         self.loaders: list[TimedLoader] = []
 
-    def add_loader(self, loader: Loader) -> Loader:
+    def add_loader(self, loader: TimedLoader) -> TimedLoader:
         """Return the object to add times to: `loader`, or an equal loader that was added before."""
         for known in self.loaders:
             if (known.num_workers, known.stages) == (loader.num_workers, loader.stages):
-                return cast("Loader", known)
+                return known
         self.loaders.append(loader)
         return loader
 

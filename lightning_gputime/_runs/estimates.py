@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._ledger.rows import LONG_STEP
+
 Floats = npt.NDArray[np.float64]
 Outcome = Literal["passed", "regression", "cannot tell"]
 OUTCOMES: tuple[Outcome, ...] = ("regression", "cannot tell", "passed")
@@ -20,7 +22,6 @@ RESOLUTION_MS = 0.002  # Resolution of the clock at each phase boundary.
 _BLOCKS = 12
 MIN_STEPS = 2 * _BLOCKS  # Blocks of half the length must have a step.
 _TRIMMED_SHARE = 0.25  # Fraction to trim at each end, for the interquartile mean.
-_LONG_STEP = 1.5  # A step is long if it exceeds this multiple of the median.
 # Long steps recur periodically if at least 5 of them have a common period of at least 5 steps:
 # fewer, or closer ones, may have a common divisor by chance.
 _MIN_LONG_STEPS, _MIN_PERIOD = 5, 5
@@ -173,7 +174,7 @@ def mean_of_all_steps(
         not_sampled_ms: See `Estimate`.
     """
     step_ms = times[:, 0]
-    is_long = step_ms > _LONG_STEP * np.median(step_ms)
+    is_long = step_ms > LONG_STEP * np.median(step_ms)
     numbers_of_long = numbers[is_long]
     period = np.gcd.reduce(np.diff(numbers_of_long))
     is_periodic = len(numbers_of_long) >= _MIN_LONG_STEPS and period >= _MIN_PERIOD
