@@ -192,21 +192,20 @@ class MeanLog:
 
     def take(self, steps: ReadSteps) -> bool:
         """Add steps that `results` already includes. Return True if a log was written."""
-        records = steps.records
-        n_logged = 0  # Number of these steps that a log of this call includes.
+        records, has_logged = steps.records, False
+        n, start = len(records), 0  # The steps from `start` on are still to be added.
         if not self._is_sampled:
             self.start(records[0].number - 1)
-            if records[-1].number >= self._due_at:
-                for n, step in enumerate(records, 1):
-                    if step.number >= self._due_at:
-                        is_all = n_logged == 0 and n == len(records)  # Then their sums are known.
-                        self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
-                        self.log_at(step.number)
-                        n_logged = n
-        if n_logged < len(records):
-            self._sums.merge(Sums(records[n_logged:]) if n_logged else steps.sums)
-            self.newest = records[-1].number
-        return n_logged > 0
+        for end, step in enumerate(records, 1):
+            is_due = step.number >= self._due_at and not self._is_sampled
+            if is_due or end == n:
+                is_all = end - start == n  # Then their sums are known.
+                self._sums.merge(steps.sums if is_all else Sums(records[start:end]))
+                start, self.newest = end, step.number
+            if is_due:
+                self.log_at(step.number)
+                has_logged = True
+        return has_logged
 
     def log_means(self, *, only_publish: bool = False, until: int = 0) -> None:
         """Log the means over the steps since the last log, under the number of the newest step.

@@ -252,10 +252,11 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         line_error_ms = found.line.error_ms / 2
         is_certain |= beyond_ms >= max(_MIN_OWN * step_ms, _MIN_ERRORS * line_error_ms)
     is_straggler = is_large and is_certain
-    # Ranks that are closer to the last rank than to the median of the others are slow as well.
-    threshold_ms = local_ms[last][LOCAL] - total_ms / 2
-    slow = tuple(rank for rank in totals if local_ms[rank][LOCAL] >= threshold_ms)
-    stragglers = slow if is_straggler else ()
+    stragglers: tuple[int, ...] = ()
+    if is_straggler:
+        # All ranks that are closer to the last rank than to the median of the others.
+        threshold_ms = local_ms[last][LOCAL] - total_ms / 2
+        stragglers = tuple(rank for rank in totals if local_ms[rank][LOCAL] >= threshold_ms)
 
     # 6. Say where the excess is.
     rows = _rows(totals, local_ms)
@@ -295,6 +296,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         excess = f"{duration(excess_ms)} per step slower than the median of the others"
         sentence = f"{who} {excess}, {where}"
 
+    # 7. Find how the last rank changes over the run, and in which line ranks wait for others.
     batch_note = f"rank {last} has {batch}" if is_straggler and batch not in where else ""
     history, pattern, pattern_note = history_of(totals), "", ""
     if history is not None:
