@@ -280,12 +280,13 @@ def _pin_memory(setup: TrainingSetup, reason: str = "") -> Advice:
 
 def _speed_up_rank(case: Case) -> Iterator[Advice]:
     if (ranks := case.m.ranks) is not None:
-        rank, phase = ranks.straggler, ranks.phase
-        who = "the other ranks wait" if len(ranks.stragglers) > 1 else "all other ranks wait"
-        text = f"speed up rank {rank} in {ranks.where}: {who} for it"
+        rank = ranks.straggler
         if ranks.batch:
             text = f"balance the batches: rank {rank}, for which the others wait, has {ranks.batch}"
-        yield Advice("straggler", text, {"rank": rank, "phase": phase})
+        else:
+            who = "the other ranks wait" if len(ranks.stragglers) > 1 else "all other ranks wait"
+            text = f"speed up rank {rank} in {ranks.where}: {who} for it"
+        yield Advice("straggler", text, {"rank": rank, "phase": ranks.phase})
 
 
 def _communicate_less(case: Case) -> Iterator[Advice]:

@@ -364,7 +364,7 @@ def _is_of_one_step(row: PhaseStats, n: int, step_ms: float) -> bool:
 
 
 def _code_in(name: str, m: Measurement) -> tuple[LineRow, ...]:
-    """Return the code that runs in an entry inside steps that is not code, the longest first."""
+    """Return the code that runs in an entry of steps such as `data/fetch`, the longest first."""
     if name in (DATA, FETCH) and m.loaders:
         # The loop only waits for what workers run.
         return tuple(row for row in m.lines if row.entry == WORKERS)

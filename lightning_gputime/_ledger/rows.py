@@ -372,6 +372,7 @@ def _move_recomputation(cells_ms: dict[Cell, float]) -> None:
     for cell in cells_ms:
         if cell.phase.partition("/")[0] == BACKWARD and cell.place.function is not None:
             backward[cell.place.function.key].append(cell)
+    # Move as much time as in forward: from all cells of the function, to its checkpoints.
     for key, by_checkpoint in forward_ms.items():
         backward_ms = sum(cells_ms[cell] for cell in backward[key])
         all_ms = sum(by_checkpoint.values())
