@@ -227,6 +227,7 @@ class Results:
         """
         with self._lock:
             untimed = self.untimed
+            # Between timed steps, steps can often be logged without settling them, which is slow.
             unsettled = None if has_timed else untimed.log_unsettled(until)
             if unsettled is not None:
                 return Estimate(unsettled)
