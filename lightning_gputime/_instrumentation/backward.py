@@ -101,9 +101,9 @@ class BackwardBoundary:
     ) -> bool:
         """Mark the start. Return False for a backward inside a backward or of another timer."""
         recorder = self._recorder
-        # Reentrant checkpointing runs an inner backward inside the marked backward.
-        is_inner = self._label_after is not None
-        if is_inner or get_ident() != recorder.threads.timed:
+        if self._label_after is not None:
+            return False  # Reentrant checkpointing runs a backward inside the marked backward.
+        if get_ident() != recorder.threads.timed:
             if not self._forward.has_trained:
                 self._note_untimed_backward()
             return False
@@ -153,7 +153,7 @@ class BackwardBoundary:
         if not self._forward.calls:
             return True  # No model was called: a compiler traces, for example.
         # An update needs it, for example for a Hessian-vector product.
-        return self._optimizer.depth > 0 and label in (AFTER_BACKWARD, OPTIMIZER)
+        return bool(self._optimizer.running) and label in (AFTER_BACKWARD, OPTIMIZER)
 
     def on_call_end(self, result: Any = None) -> None:
         if self._handles:
@@ -161,7 +161,7 @@ class BackwardBoundary:
         label = self._label_after or AFTER_BACKWARD
         self._label_after = None
         # After a backward in the closure of an update, the update continues.
-        is_in_update = self._optimizer.depth > 0 and label == AFTER_BACKWARD
+        is_in_update = bool(self._optimizer.running) and label == AFTER_BACKWARD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
         if self._examiner is not None and self._examiner.is_on:
             self._examiner.backward_ends()

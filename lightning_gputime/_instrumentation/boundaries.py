@@ -111,7 +111,7 @@ class Boundaries:
         A step that `is_dropped` does not count, and the next step gets its index.
         """
         optimizer = self.optimizer
-        if optimizer.depth:
+        if optimizer.running:
             optimizer.end_early()
         has_updated = optimizer.updates > 0
         self.forward.step_ended(timed, is_dropped=is_dropped)

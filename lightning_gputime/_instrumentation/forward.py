@@ -88,21 +88,18 @@ class ForwardBoundary:
     ) -> None:
         self._recorder, self._attachments = recorder, attachments
         self._model, self._batch = loop.model, loop.batch
-        self._has_optimizers, self._on_calls = bool(loop.optimizers), on_calls
-        self._is_step_compiled = loop.compiled_step
-        self._evaluation_search = loop.search
-        self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
+        self._on_calls, self._is_step_compiled = on_calls, loop.compiled_step
+        self.evaluation = EvaluationSearch(recorder, loop, optimizer, wall_clock)
 
         # All steps so far. Sets of modules contain their ids.
         self._n_steps = 0  # Number of steps that have ended.
         self.has_trained = False
         """True once a backward has run."""
-        self.was_ever_called = False
-        """True once a step with a training call has ended."""
         self._was_in_training_mode = False  # True once the model was called in training mode.
         self.had_eval_calls_with_grad = False
         """True once the model was called in training mode, and then in eval mode with grad."""
-        self._called = set[int]()  # Modules that the loop has called directly.
+        self.called_modules = set[int]()
+        """Modules that the loop has called directly."""
         self._losses = set[int]()  # Modules that `_is_loss` has found to be losses.
         self._not_losses = set[int]()  # Called modules that are certainly no losses.
 
@@ -121,13 +118,12 @@ class ForwardBoundary:
         self._is_wrapper_called = False
         # Python's recursion limit before this class raised it, and the raised limit; None unless a
         # module was called inside its own call.
-        self._original_limit: int | None = None
-        self._raised_limit = 0
+        self._limits: tuple[int, int] | None = None
 
         # The hooks.
         self._model_hooks = WeakSet[Attachment]()
         self._hooked: dict[int, list[Attachment]] = {}  # Those of each other module, by its id.
-        self._is_searching = False  # True until a step has shown which modules the loop calls.
+        self._hooks_all = False  # True until a step has shown which modules the loop calls.
         self._compiled: nn.Module | None = None  # Module that is being compiled.
         if loop.compiled_step:
             calls = Calls(
@@ -136,7 +132,7 @@ class ForwardBoundary:
             attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
             # Each step counts as a step with a call, so that its backward belongs to this model.
             self.calls = 1
-            self.was_ever_called = True
+            self.called_modules.add(id(loop.model))
             recorder.warn_once(
                 "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
             )
@@ -145,7 +141,7 @@ class ForwardBoundary:
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
             attachments.add(hook_before(loop.wrapper, self._enter_wrapper))
-        self._search()
+        self._hook_inside()
 
     def find_bypassed(self) -> nn.Module | None:
         """Return a module whose class overrides `__call__`, so that its hooks are not called.
@@ -154,27 +150,27 @@ class ForwardBoundary:
         """
         for module in self._model.modules():
             overrides_call = type(module).__call__ is not nn.Module.__call__
-            if not overrides_call or id(module) in self._called:
+            if not overrides_call or id(module) in self.called_modules:
                 continue
-            if any(id(inner) in self._called for inner in module.modules()):
+            if any(id(inner) in self.called_modules for inner in module.modules()):
                 return module
         return None
 
     def backward_begins(self) -> None:
         """Note that the model is trained. Start the search for evaluations if it waits for that."""
         self.has_trained = True
-        if self._evaluation_search is Search.AFTER_BACKWARD:
-            self._evaluation_search = _ACTIVE
+        if self.evaluation.state is Search.AFTER_BACKWARD:
+            self.evaluation.state = _ACTIVE
 
     def on_call_around_ddp(self, module: nn.Module) -> None:
         """Handle a call of the module inside DDP that bypasses DDP, as evaluations do."""
         may_be_evaluation = not (module.training or torch.is_grad_enabled())
-        if self._evaluation_search is _ACTIVE and may_be_evaluation and not self.running:
+        if self.evaluation.state is _ACTIVE and may_be_evaluation and not self.running:
             self.evaluation.on_call_start(self.calls)
 
     def generation_begins(self) -> None:
         """Handle a call that generates text, which may be an evaluation."""
-        if self._evaluation_search is _ACTIVE and not is_training(self._model):
+        if self.evaluation.state is _ACTIVE and not is_training(self._model):
             self.evaluation.on_call_start(self.calls, GENERATE)
 
     def decide_evaluations(self) -> None:
@@ -192,45 +188,42 @@ class ForwardBoundary:
             return
         evaluation = self.evaluation
         self.running.clear()
-        if self._original_limit is not None:
-            self._restore_recursion_limit(self._original_limit)
-        if evaluation.is_pending:
-            if is_dropped:
-                evaluation.reset()
-            else:
-                self.decide_evaluations()
+        if self._limits is not None:
+            self._restore_recursion_limit(*self._limits)
+        if evaluation.undecided and is_dropped:
+            evaluation.reset()
+        elif evaluation.undecided:
+            self.decide_evaluations()
         if self.calls:
-            self.was_ever_called = True
             self.calls = 0
-            self._is_searching = False
+            self._hooks_all = False
             if self._nested:
-                self._remove_hooks([*(self._hooked.keys() & self._nested) - self._called])
+                self._remove_hooks([*(self._hooked.keys() & self._nested) - self.called_modules])
                 self._nested.clear()
         elif (
-            self._evaluation_search is _ACTIVE
+            evaluation.state is _ACTIVE
             and not self.has_trained
             and not is_dropped
             and evaluation.had_inner_calls(self._n_steps)
         ):
             # Zeroth-order training calls the model in eval mode, and has no backward. So these
             # calls are not evaluations: stop the search, and count the calls as training.
-            self._evaluation_search = Search.AFTER_BACKWARD
-            self._is_training_call = True
+            evaluation.state = Search.AFTER_BACKWARD
         elif timed:
-            self._search(everywhere=True)
+            self._hook_inside(everywhere=True)
         if not is_dropped:
             self._n_steps += 1
 
     # Modules with hooks
 
-    def _search(self, *, everywhere: bool = False) -> None:
+    def _hook_inside(self, *, everywhere: bool = False) -> None:
         """Add hooks to the modules inside the model, until `step_ended` has seen which are called.
 
         With `everywhere`, include modules whose hooks make torch use a slower implementation.
         """
         # Do not use torch's global module hooks: they run for every module of the process (with 500
         # modules a forward took 925 us instead of 297 us), and disable torch.compile.
-        self._is_searching = True
+        self._hooks_all = True
         for module in _modules_inside(self._model, everywhere, self._losses):
             if id(module) in self._hooked:
                 continue
@@ -267,8 +260,9 @@ class ForwardBoundary:
         if not hooked and not is_of_model:
             return False
         self._remove_hooks(hooked)
-        for hook in self._model_hooks if is_of_model else ():
-            self._attachments.drop(hook)
+        if is_of_model:
+            for hook in self._model_hooks:
+                self._attachments.drop(hook)
         self._compiled = module
         return True
 
@@ -310,7 +304,7 @@ class ForwardBoundary:
             return
         self.running.append(id(module))
         self._is_training_call = True
-        searches = self._evaluation_search is _ACTIVE
+        searches = self.evaluation.state is _ACTIVE
         if searches and not torch.is_grad_enabled():
             # In a fetch, the loader calls the model, for example to choose samples.
             if self._batch.is_fetching:
@@ -330,7 +324,7 @@ class ForwardBoundary:
             elif self._was_in_training_mode and searches:
                 self.had_eval_calls_with_grad = True
         self.calls += 1
-        self._called.add(id(module))
+        self.called_modules.add(id(module))
         recorder.mark(FORWARD)
         for call in self._on_calls:
             call(module)
@@ -338,24 +332,20 @@ class ForwardBoundary:
     def _enter_untimed(self, module: nn.Module) -> bool:
         """Count an outermost call in an untimed step.
 
-        Return True to handle the call like a timed one, as long as the search for the modules that
-        the loop calls is on. A call in eval mode without gradients may be an evaluation, so it is
-        counted: `EvaluationSearch` compares later steps with this one. While that search is active,
-        the span of such calls is timed, until the next training call.
+        Return True to handle the call like a timed call, as long as all modules have hooks to find
+        those that the loop calls.
         """
-        recorder = self._recorder
+        recorder, evaluation = self._recorder, self.evaluation
         if not recorder.threads.admit_untimed_call():
             return False
-        if self._has_optimizers and not (module.training or torch.is_grad_enabled()):
-            if not is_training(self._model):
-                position = self.evaluation.count(self.calls)
-                if self._evaluation_search is _ACTIVE:
-                    self.evaluation.start_untimed_span(position)
+        may_be_evaluation = not (module.training or torch.is_grad_enabled())
+        if evaluation.state is _ACTIVE and may_be_evaluation:
+            evaluation.on_call_start(self.calls)
             return False
-        if self.evaluation.is_pending:
-            self.evaluation.end_untimed_span()
+        if evaluation.undecided:
+            evaluation.end_untimed_span()
         recorder.captures.detect()  # Later replays of a graph captured here call no hooks.
-        if self._is_searching:
+        if self._hooks_all:
             return True
         self.calls += 1  # Another timer may ask which model a backward belongs to.
         return False
@@ -390,23 +380,23 @@ class ForwardBoundary:
         Torch calls modules with hooks in an inner function. So raise the limit by a frame for each
         running call, and by the frames of a hook, which are fewer than 50.
         """
-        if self._original_limit is None:
-            self._original_limit = sys.getrecursionlimit()
-        self._raised_limit = self._original_limit + 50 + len(self.running)
-        sys.setrecursionlimit(self._raised_limit)
+        original = sys.getrecursionlimit() if self._limits is None else self._limits[0]
+        raised = original + 50 + len(self.running)
+        self._limits = original, raised
+        sys.setrecursionlimit(raised)
 
-    def _restore_recursion_limit(self, original: int) -> None:
+    def _restore_recursion_limit(self, original: int, raised: int) -> None:
         """Restore the limit, unless other code has set it. Raise if the stack is still too deep."""
-        if sys.getrecursionlimit() == self._raised_limit:
+        if sys.getrecursionlimit() == raised:
             sys.setrecursionlimit(original)
-        self._original_limit = None
+        self._limits = None
 
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
         recorder, running = self._recorder, self.running
         if not running:
             return  # End of a training step that the wrapper runs: its start was not stored.
         is_timed = get_ident() == recorder.threads.timed
-        if not (is_timed or (self._is_searching and recorder.threads.admit_untimed_call())):
+        if not (is_timed or (self._hooks_all and recorder.threads.admit_untimed_call())):
             return
         if current_graph_task_id() != -1:
             return  # Part of a backward; see `_enter`.
@@ -416,8 +406,8 @@ class ForwardBoundary:
             pass
         if running:
             return  # An outer call continues.
-        if self._original_limit is not None:
-            self._restore_recursion_limit(self._original_limit)
+        if self._limits is not None:
+            self._restore_recursion_limit(*self._limits)
         if not self._is_training_call:
             return
         recorder.mark(AFTER_FORWARD)
@@ -443,7 +433,7 @@ class ForwardBoundary:
         is_scalar = isinstance(output, Tensor) and output.dim() == 0
         inside = (id(inner) for inner in nn.Module.modules(module) if inner is not module)
         is_first_or_model = self.calls == 1 or module is self._model
-        if not is_scalar or is_first_or_model or not self._called.isdisjoint(inside):
+        if not is_scalar or is_first_or_model or not self.called_modules.isdisjoint(inside):
             self._not_losses.add(id(module))
             return False
         # A scalar without gradients may be a loss, too. Then check its next call.
@@ -554,21 +544,16 @@ class EvaluationSearch:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        model: nn.Module,
-        optimizer: OptimizerBoundary,
-        wall_clock: WallClock,
+        self, recorder: Recorder, loop: Loop, optimizer: OptimizerBoundary, wall_clock: WallClock
     ) -> None:
-        self._recorder, self._model, self._optimizer = recorder, model, optimizer
+        self._recorder, self._model, self._optimizer = recorder, loop.model, optimizer
         self._wall_clock = wall_clock
+        self.state = loop.search
         # Position and start (on the host) of the running untimed span.
         self._open_span: tuple[_Position, int] | None = None
         self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.
         self.has_found = False
         """True once an evaluation was found inside a step."""
-        self.is_pending = False
-        """True if the open step has calls in eval mode, so `decide_evaluations` must be called."""
         # Earlier steps. Inner calls are calls in eval mode before the last update of a step.
         self._begins_with_calls = False  # True if the newest timed step began with its inner calls.
         # Index and number of inner calls of the newest steps that have any.
@@ -578,10 +563,10 @@ class EvaluationSearch:
         self.reset()
 
     def reset(self) -> None:
-        self.is_pending = False
-        self._calls: Counter[_Position] = Counter()  # Number of calls at each position.
+        self.undecided: Counter[_Position | str] = Counter()
+        """Calls of the open step on which its end decides: their number at each position. Those
+        that generate text are counted at `GENERATE`."""
         self._positions_after_backward: set[_Position] = set()  # In a loop without optimizer.
-        self._generations = 0  # Number of calls that generate text.
         self._is_inference = True  # True if all calls are under inference mode.
         self._open_span = None
         self._spans_ns.clear()
@@ -594,26 +579,17 @@ class EvaluationSearch:
             if recorder.label == DATA:
                 recorder.mark(OTHER)
             return
-        position = self.count(forwards, label)
+        position = forwards, self._optimizer.updates
+        self.undecided[GENERATE if label == GENERATE else position] += 1
+        self._is_inference &= torch.is_inference_mode_enabled()
         if recorder.state is IDLE:
-            self.start_untimed_span(position)
+            self._start_untimed_span(position)
         if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
             self._positions_after_backward.add(position)
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(label)
 
-    def count(self, forwards: int, label: str = MAYBE_EVALUATION) -> _Position:
-        """Count a call in eval mode without grad. Return its position in the step."""
-        position = forwards, self._optimizer.updates
-        self.is_pending = True
-        self._is_inference &= torch.is_inference_mode_enabled()
-        if label == GENERATE:
-            self._generations += 1
-        else:
-            self._calls[position] += 1
-        return position
-
-    def start_untimed_span(self, position: _Position) -> None:
+    def _start_untimed_span(self, position: _Position) -> None:
         """Start a span, unless this call continues a span."""
         if self._open_span is not None:
             return
@@ -645,11 +621,11 @@ class EvaluationSearch:
         """
         updates = self._optimizer.updates
         end = forwards, updates
-        has_final = end in self._calls and (updates > 0 or end in self._positions_after_backward)
-        n_final = self._calls[end] if has_final else 0
-        n_inner = self._calls.total() + self._generations - n_final
+        has_final = end in self.undecided and (updates > 0 or end in self._positions_after_backward)
+        n_final = self.undecided[end] if has_final else 0
+        n_inner = self.undecided.total() - n_final
         # The calls of a timed step are spans of marks. An untimed step has none.
-        labels = [MAYBE_EVALUATION, GENERATE] if self._generations else [MAYBE_EVALUATION]
+        labels = [MAYBE_EVALUATION, GENERATE] if GENERATE in self.undecided else [MAYBE_EVALUATION]
         spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
         final_spans = spans[-1:] if ends_in_span and has_final else []
         inner_spans = spans[: len(spans) - len(final_spans)]

@@ -57,6 +57,19 @@ class OptimizerBoundary:
     backward and an update already counts as `optimizer`, see `resolve_labels`. torch's global
     optimizer hooks also run for optimizers that are created later, or that are inside wrappers
     without hooks.
+
+    `running` has an entry for each running call of `step`. Events, by its last entry:
+
+    | last entry      | event                                     | next            | shown by     |
+    |-----------------|-------------------------------------------|-----------------|--------------|
+    | none            | `step`                                    | `AFTER_UPDATE`  | clipping     |
+    | none            | `step` inside a backward                  | `BACKWARD`      | updates_inside_the_backward |
+    | any             | `step` inside a model call                | `FORWARD`       | local        |
+    | any             | `super().step()` inside `step`            | None            | |
+    | None            | return                                    | the entry before| |
+    | a label         | return: an update, marked with that label | the entry before| |
+    | any             | `step` raises: the entry stays until the next `step` or the end of the loop's step | | update_that_raises |
+    | any             | the loop's step ends: `_ended_early` until next `step`  | none | step_called_in_an_optimizer_hook |
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
@@ -71,19 +84,16 @@ class OptimizerBoundary:
         """True once the loop has an optimizer whose updates call our hooks."""
         self._parameters: set[int] = set()  # Ids of the model's parameters.
         self._others: dict[int, _OtherOptimizer] = {}  # Optimizers that were not given, by id.
-        self.depth = 0
-        """Number of running calls of `step`. A `step` that calls `super().step()` counts as 2."""
+        self.running: list[str | None] = []
+        """Label that follows each running call of `step`, outermost first. None for a call of
+        `super().step()`, which is part of an update."""
         self.updates = 0
         """Number of updates in this step."""
-        self.was_tried = False
-        """True if a trainer or GradScaler tried an update in this step, and perhaps skipped it."""
-        self.ended_early = False
-        """True if a step ended inside the newest update, for example in a hook of the optimizer."""
+        # True if a trainer or GradScaler tried an update in this step, and perhaps skipped it.
+        self._was_tried = False
+        # True if a step ended inside the newest update, for example in a hook of the optimizer.
+        self._ended_early = False
         self._trains_in_closure = loop.trains_in_closure
-        # Label that continues after a running update inside a backward or a model call; else None.
-        self._interrupted: str | None = None
-        # Depth of that update. It exceeds 1 if a trainer runs the model call inside another update.
-        self._interrupting_depth = 1
         self._is_in_wrapper = False  # True while the `step` of a wrapper is running.
         self._listen(attachments, loop)
 
@@ -159,7 +169,7 @@ class OptimizerBoundary:
 
     def update_begins(self) -> None:
         """Start an update that a trainer has announced, and may still skip."""
-        self.was_tried = True
+        self._was_tried = True
         # Time after a backward already counts as `optimizer` if an update follows.
         if self._recorder.label != AFTER_BACKWARD:
             self._recorder.mark(OPTIMIZER)
@@ -167,13 +177,13 @@ class OptimizerBoundary:
     def reset(self) -> None:
         """Forget the updates of a step that has ended, including calls of `step` that raised."""
         self.updates = 0
-        self.depth = 0
-        self.was_tried = False
+        self.running.clear()
+        self._was_tried = False
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
         updating = _updating(optimizer)[-1]
         if id(updating) in self._given or self._admit_other(updating):
-            self.was_tried = True
+            self._was_tried = True
         return False
 
     def _admit_other(self, optimizer: Any) -> bool:
@@ -202,7 +212,7 @@ class OptimizerBoundary:
         recorder = self._recorder
         is_other = recorder.label in (OTHER, AFTER_UPDATE)
         # If a hook of the optimizer has ended the step, this call must not end the next `data`.
-        is_after_early_end = self.ended_early and recorder.label == DATA
+        is_after_early_end = self._ended_early and recorder.label == DATA
         may_mark = recorder.state is OPEN and not is_other and not is_after_early_end
         # Inside a backward, `zero_grad` is part of an update.
         if may_mark and current_graph_task_id() == -1:
@@ -224,15 +234,15 @@ class OptimizerBoundary:
                 return  # In an untimed step, `_after_step` counts the updates.
             if id(optimizer) not in self._given and not self._admit_other(optimizer):
                 return
-            if self.depth and (running := steps_on_stack()) is not None:
-                # A `step` that raised has called no hook at its end: count the calls on the stack,
+            if self.running and (n_on_stack := steps_on_stack()) is not None:
+                # A `step` that raised has called no hook at its end: keep the calls on the stack,
                 # without the call that begins now.
-                self.depth = min(self.depth, running - 1)
+                del self.running[n_on_stack - 1 :]
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if recorder.label == AFTER_BACKWARD and closure is None and not self.depth:
-                # Same as `_begin` without a mark, because the time after a backward already counts
-                # as `optimizer`. Inlined, because it is the most common case.
-                self.depth, self.ended_early, self._interrupted = 1, False, None
+            if recorder.label == AFTER_BACKWARD and closure is None and not self.running:
+                # Same as `_begin`, inlined, because it is the most common case.
+                self._ended_early = False
+                self.running.append(AFTER_UPDATE)
             else:
                 self._begin(closure)
         except Exception as error:
@@ -243,11 +253,10 @@ class OptimizerBoundary:
         try:
             if id(optimizer) not in self._given and not self._admit_other(optimizer):
                 return
-            is_plain = self.depth == 1 and self._interrupted is None and not self._is_in_wrapper
+            is_plain = self.running == [AFTER_UPDATE] and not self._is_in_wrapper
             if is_plain and recorder.state is not IDLE:
-                # Same as `_end` for an outermost update that interrupts nothing. Inlined, because
-                # it is the most common case.
-                self.depth = 0
+                # Same as `_end`, inlined, because it is the most common case.
+                self.running.clear()
                 self.updates += 1
                 recorder.mark(AFTER_UPDATE)
             else:
@@ -258,74 +267,65 @@ class OptimizerBoundary:
     @property
     def has_updated(self) -> bool:
         """True if the open step had an update, even if it was skipped, or an update is running."""
-        if self.updates or self.was_tried:
+        if self.updates or self._was_tried:
             return True
-        # A `step` that raised has also left `depth` above 0, so look at the stack.
-        may_be_running = self.depth > 0 or self.ended_early
+        # A `step` that raised is also in `running`, so look at the stack.
+        may_be_running = bool(self.running) or self._ended_early
         return may_be_running and bool(steps_on_stack())
 
     def end_early(self) -> None:
         """End the running update now, because a step ends inside it. Its return is then ignored."""
-        # An earlier `step` that raised has left `depth` too high, so only the stack shows whether
-        # an update is running.
+        # An earlier `step` that raised may still be in `running`, so look at the stack.
         if steps_on_stack():
-            self.depth = 1
+            del self.running[1:]
             self._end()
-            self.ended_early = True
+            self._ended_early = True
 
     def _begin(self, closure: Any = None, **_: Any) -> None:
         """Start a call of `step`. Mark `optimizer`, unless its time already counts as that."""
-        self.ended_early = False
-        self.depth += 1
-        label = self._recorder.label
-        if self.depth > 1:
-            # `step` has called `super().step()`, or a layer updates itself in an update's closure.
-            if label == FORWARD:
-                self._interrupt(label)
-            return
-        self._interrupted = None
-        # Time after a backward, with unscaling and clipping, already counts as `optimizer`, so no
-        # mark is needed. `_before_step` inlines this branch.
-        if label == AFTER_BACKWARD and closure is None:
-            return
-        # True if the closure starts with the training step of a trainer.
-        trains_first = closure is not None and self._trains_in_closure
-        if current_graph_task_id() != -1:  # In a hook on gradients.
-            self._interrupted = label or BACKWARD
-            self._interrupting_depth = 1
-            self._recorder.mark_in_backward(OPTIMIZER)
+        recorder = self._recorder
+        label = recorder.label
+        self._ended_early = False
+        # True for the update of a trainer whose closure starts with the training step.
+        trains_first = closure is not None and self._trains_in_closure and not self.running
+        if self.running and label != FORWARD:
+            self.running.append(None)  # `step` has called `super().step()`.
+        elif label == AFTER_BACKWARD and closure is None:
+            # Time after a backward, with unscaling and clipping, already counts as `optimizer`, so
+            # no mark is needed. `_before_step` inlines this branch.
+            self.running.append(AFTER_UPDATE)
+        elif current_graph_task_id() != -1:
+            # In a hook on gradients.
+            self.running.append(label or BACKWARD)
+            recorder.mark_in_backward(OPTIMIZER)
         elif label == FORWARD and not trains_first:
-            self._interrupt(label)
-        elif label == AFTER_BACKWARD or not trains_first:
+            # Local learning: a layer updates itself inside a model call.
+            self.running.append(FORWARD)
+            recorder.mark(OPTIMIZER)
+        else:
+            self.running.append(AFTER_UPDATE)
             # Mark even before a closure, which runs forward and backward: an update may do other
             # work before it calls the closure, such as the ascent step of SAM.
-            self._recorder.mark(OPTIMIZER)
-
-    def _interrupt(self, label: str) -> None:
-        """Mark an update inside a model call: local learning, where a layer updates itself."""
-        self._interrupted = label
-        self._interrupting_depth = self.depth
-        self._recorder.mark(OPTIMIZER)
+            if label == AFTER_BACKWARD or not trains_first:
+                recorder.mark(OPTIMIZER)
 
     def _end(self, result: Any = None) -> None:
         """End a call of `step`. If it is an update, count it, and mark what follows."""
-        is_interrupting = self.depth == self._interrupting_depth
-        interrupted = self._interrupted if is_interrupting else None
-        if self.depth:
-            self.depth -= 1
-        elif self.ended_early:
+        if not self.running and self._ended_early:
             return  # `end_early` has already ended this update.
-        if self.depth and interrupted is None:
-            return  # The inner call of `super().step()` has ended. The outer `step` continues.
-        self._interrupted = None
+        # In an untimed step, hooks do not add to `running`.
+        label_after = self.running.pop() if self.running else AFTER_UPDATE
+        if label_after is None:
+            return  # The outer `step` continues.
         # Skipped updates are not counted, because a GradScaler then calls no hooks.
         self.updates += 1
-        if self._recorder.state is IDLE or (self._is_in_wrapper and interrupted is None):
+        recorder = self._recorder
+        if recorder.state is IDLE or (self._is_in_wrapper and label_after == AFTER_UPDATE):
             return
         if current_graph_task_id() != -1:
-            self._recorder.mark_in_backward(interrupted or BACKWARD)
+            recorder.mark_in_backward(label_after)
         else:
-            self._recorder.mark(interrupted or AFTER_UPDATE)
+            recorder.mark(label_after)
 
 
 def _updating(optimizer: Any) -> list[Any]:

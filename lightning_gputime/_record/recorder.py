@@ -54,10 +54,12 @@ _CAPTURES = (
 
 
 class State(Enum):
-    IDLE = 0  # No step is timed. Only named phases are tracked.
-    OPEN = 1  # A step is timed: time is attributed to `Recorder.label`.
-    PAUSED = 2  # Time is excluded from the step. A step with only such time is dropped at its end.
-    LOST = 3  # An error or a graph capture has spoiled the step, which is dropped at its end.
+    """State of a `Recorder`, whose docstring has the transitions."""
+
+    IDLE = "no step is timed, only named phases are tracked"
+    OPEN = "the time of a step is attributed to `Recorder.label`"
+    PAUSED = "time is excluded from the step"
+    LOST = "an error or a graph capture has spoiled the step"
 
 
 # Globals, because every mark looks them up.
@@ -209,8 +211,22 @@ class Recorder:
     """Record marks, divide them into steps, and emit the times of each step once it can be read.
 
     The time from a mark to the next mark belongs to the label of the first. The last mark of a step
-    is also the first mark of the next step. `PendingSteps` reads the steps that have ended. `state`
-    determines how time is attributed.
+    is also the first mark of the next step. `PendingSteps` reads the steps that have ended.
+
+    | `state`    | event                                   | next     | test in test_recorder.py     |
+    |------------|-----------------------------------------|----------|------------------------------|
+    | any        | `begin`; drops an open step             | `OPEN`   | begin drops the marks        |
+    | any        | `stop`, `abandon`; drop an open step    | `IDLE`   | forked_process_uses_no_event |
+    | `OPEN`     | `end_step`, `end_at`; start a step      | `OPEN`   | host_waits_once_per_step     |
+    | `OPEN`     | `pause`                                 | `PAUSED` | paused time is not part of   |
+    | `OPEN`     | `exclude_evaluation`, up to now         | `PAUSED` | evaluation_detected_late     |
+    | `PAUSED`   | `resume`                                | `OPEN`   | paused time is not part of   |
+    | `PAUSED`   | `end_step`, `end_at`; start a step      | `OPEN`   | end_at_its_update            |
+    | `PAUSED`   | `end_step`; drops a step without time   | `OPEN`   | step_that_ends_in_a_pause    |
+    | not `IDLE` | a mark fails, or a graph is captured    | `LOST`   | failed_mark_stops_recording  |
+    | `LOST`     | `end_step`; drops the step              | `OPEN`   | failed_mark_stops_recording  |
+
+    If `IDLE` or `LOST`, the open step has no marks, and the label is None.
 
     Nothing here raises into the training loop: an error drops the step, with one warning. Only the
     thread that last called `begin` is timed; calls from other threads do nothing. There is no lock:
@@ -442,17 +458,16 @@ class Recorder:
         if get_ident() != self.threads.timed:
             return
         names = self.named.names
-        # Drop a step without time, such as a lost step. `is_all_excluded` is slow, so read it only
-        # where it may be True: in a named phase, which may be `paused()`, or in another state.
-        is_dropped = bool(names or self.state is not OPEN) and self.open.is_all_excluded
-        if not is_dropped:
-            first_label = label
-            if self.state is PAUSED:
-                self.state, first_label = OPEN, DATA
+        # `is_all_excluded` is slow, so read it only where it may be True: in a named phase, which
+        # may be `paused()`, or in another state. It is also True for a lost step.
+        may_be_excluded = bool(names) or self.state is not OPEN
+        has_time = not (may_be_excluded and self.open.is_all_excluded)
+        if has_time:
+            first_label = DATA if self.state is PAUSED else label
+            self.state = OPEN
             # One event ends this step and starts the next, so that no time is lost between them.
             self._record(self.named.start_step(first_label) if names else first_label)
-            is_dropped = self.state is not OPEN  # The mark has failed.
-        if is_dropped:
+        if not has_time or self.state is LOST:  # Lost if the mark has failed.
             self.begin(label)
             # Count the dropped step, so that all ranks compare the same steps.
             self.pending.end_untimed(read)
@@ -470,12 +485,8 @@ class Recorder:
         Return False and do nothing if no step is timed in this thread, if the step has no such
         mark, or if a model call or a backward pass follows that mark.
         """
-        if self.state not in (OPEN, PAUSED) or get_ident() != self.threads.timed:
+        if get_ident() != self.threads.timed or not self.open.exclude_after(label):
             return False
-        if not self.open.exclude_after(label):
-            return False
-        self.label = EXCLUDED
-        self.state = OPEN
         self.end_step(number, wait=Wait.NEVER, index=index, items=items)
         return True
 

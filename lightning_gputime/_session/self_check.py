@@ -276,7 +276,7 @@ class SelfCheck:
         forward = self._boundaries.forward
         if is_distributed() and self._boundaries.waits is None:
             self._report(_ATTACHED_TOO_EARLY)
-        if trains and not forward.was_ever_called:
+        if trains and not forward.called_modules:
             was_elsewhere = self._recorder.threads.was_elsewhere
             self._report(_OTHER_THREAD if was_elsewhere else _NO_FORWARD)
         if (bypassed := forward.find_bypassed()) is not None:

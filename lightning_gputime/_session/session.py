@@ -502,7 +502,7 @@ class Session:
         self._examiner.stop()
         items = self._work.take_items()
         # Calls in eval mode may be an evaluation.
-        if self.mode is not OFF and self.forward.evaluation.is_pending:
+        if self.mode is not OFF and self.forward.evaluation.undecided:
             self.forward.decide_evaluations()
         if self.mode in (TIMED, EXAMINED):
             has_ended = self._end_at_last_update(number, items)
