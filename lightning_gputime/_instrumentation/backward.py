@@ -108,7 +108,7 @@ class BackwardBoundary:
                 self._note_untimed_backward()
             return False
         if not self._batch.is_open:
-            return False
+            return False  # A callback of the trainer trains with it.
         label = recorder.label
         # `torch.autograd.grad` does not accumulate gradients. It is a backward only in a pipeline
         # stage, which calls it for the gradients of its inputs, and later for those of its weights.
@@ -158,7 +158,7 @@ class BackwardBoundary:
     def on_call_end(self, result: Any = None) -> None:
         if self._handles:
             self._remove_hooks()
-        label = self._label_after or AFTER_BACKWARD
+        label = self._label_after or AFTER_BACKWARD  # None if Ctrl-C has interrupted the start.
         self._label_after = None
         # After a backward in the closure of an update, the update continues.
         is_in_update = bool(self._optimizer.running) and label == AFTER_BACKWARD

@@ -75,6 +75,20 @@ class ForwardBoundary:
 
     Compiled code has no hooks, so if the training step is compiled, forward and loss are one phase,
     `training_step`.
+
+    The state is the outermost call in `running`:
+
+    | outermost call | event                          | next          | case or test             |
+    |----------------|--------------------------------|---------------|--------------------------|
+    | none           | call                           | training call | standard step            |
+    | none           | call without grad in a fetch   | other call    | model_call_in_the_loader |
+    | none           | call without grad in eval mode | other call    | validation_in_the_body   |
+    | none           | wrapper call, then model call  | none          | wrapper_call_is_not      |
+    | any            | call inside it                 | the same      | only_the_outermost_call  |
+    | any            | return                         | none          | standard step            |
+    | any            | exception: seen at next call   | the same      | model_call_that_raises   |
+
+    Other calls exist only while `evaluation` searches for evaluations.
     """
 
     def __init__(
@@ -291,7 +305,7 @@ class ForwardBoundary:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if not self._batch.is_open:
-            return
+            return  # A callback or a validation of the trainer calls the model.
         recorder = self._recorder
         # Activation checkpointing calls modules again inside backward, on a GPU in another thread.
         # Ignore these calls: they are part of backward, and if checkpointing is not reentrant, no
@@ -487,7 +501,8 @@ class GenerationBoundary:
         recorder, batch = self._recorder, self._batch
         is_timed = recorder.state is OPEN and get_ident() == recorder.threads.timed
         if not is_timed or recorder.named.names:
-            return False
+            return False  # A named phase includes its generations.
+        # A fetch, a model call and a backward include their generations.
         is_inside = self._forward.running or current_graph_task_id() != -1
         if not batch.is_open or batch.is_fetching or is_inside:
             return False
@@ -541,6 +556,18 @@ class EvaluationSearch:
 
     An untimed step has no marks. There, a span of calls lasts on the host's clock from the first
     call until other work of the step follows.
+
+    "Undecided" is the state `ACTIVE` with calls in `undecided`. `NEVER` does not change.
+
+    | `state`          | event                    | next             | case or test               |
+    |------------------|--------------------------|------------------|----------------------------|
+    | `AFTER_BACKWARD` | first backward           | `ACTIVE`         | update_by_hand             |
+    | `ACTIVE`         | eval-mode call, no grad  | undecided        | rollouts                   |
+    | undecided        | end of the step: decides | `ACTIVE`         | validation_in_the_body     |
+    | undecided        | the step is dropped      | `ACTIVE`         | accumulation_across_epochs |
+    | undecided        | end of an untrained step | `AFTER_BACKWARD` | zeroth_order_training      |
+
+    An untrained step has no training call, and no backward has run so far.
     """
 
     def __init__(
@@ -549,6 +576,7 @@ class EvaluationSearch:
         self._recorder, self._model, self._optimizer = recorder, loop.model, optimizer
         self._wall_clock = wall_clock
         self.state = loop.search
+        """See the docstring of the class, and `Search`."""
         # Position and start (on the host) of the running untimed span.
         self._open_span: tuple[_Position, int] | None = None
         self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.

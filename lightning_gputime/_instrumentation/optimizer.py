@@ -58,18 +58,21 @@ class OptimizerBoundary:
     optimizer hooks also run for optimizers that are created later, or that are inside wrappers
     without hooks.
 
-    `running` has an entry for each running call of `step`. Events, by its last entry:
+    Each running call of `step` has an entry in `running`: the label that follows it. The state is
+    the innermost entry, with the cases of tests/conformance.py and tests/test_steps.py:
 
-    | last entry      | event                                     | next            | shown by     |
-    |-----------------|-------------------------------------------|-----------------|--------------|
-    | none            | `step`                                    | `AFTER_UPDATE`  | clipping     |
-    | none            | `step` inside a backward                  | `BACKWARD`      | updates_inside_the_backward |
-    | any             | `step` inside a model call                | `FORWARD`       | local        |
-    | any             | `super().step()` inside `step`            | None            | |
-    | None            | return                                    | the entry before| |
-    | a label         | return: an update, marked with that label | the entry before| |
-    | any             | `step` raises: the entry stays until the next `step` or the end of the loop's step | | update_that_raises |
-    | any             | the loop's step ends: `_ended_early` until next `step`  | none | step_called_in_an_optimizer_hook |
+    | entry   | event                              | next entry      | case                        |
+    |---------|------------------------------------|-----------------|-----------------------------|
+    | none    | call of `step`                     | `AFTER_UPDATE`  | standard step               |
+    | none    | call of `step` in a backward       | `BACKWARD`      | updates_inside_the_backward |
+    | any     | call of `step` in a model call     | `FORWARD`       | update inside a model call  |
+    | a label | call of `super().step()`           | None            | update that calls its base  |
+    | None    | return                             | the outer entry | update that calls its base  |
+    | a label | return, which ends the update      | the outer entry | standard step               |
+    | any     | exception: corrected at next call  | unchanged       | update_that_raises          |
+    | any     | end of the loop's step: ends early | none            | called_in_an_optimizer_hook |
+
+    After an early end, `_ended_early` is True until the next call of `step`. It ignores the return.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:

@@ -166,7 +166,7 @@ class TimedThread:
         self.home = -1
         """Id of the thread; -1 before the first call, and after the thread has ended."""
         self.timed = -1
-        """Id of the same thread while a step is timed; -1 between timed steps."""
+        """Equal to `home` while a step is timed; -1 between timed steps."""
         self.was_elsewhere = False
         """True once a hook was called in another thread while a step was timed."""
         self._local = local()
@@ -213,20 +213,21 @@ class Recorder:
     The time from a mark to the next mark belongs to the label of the first. The last mark of a step
     is also the first mark of the next step. `PendingSteps` reads the steps that have ended.
 
-    | `state`    | event                                   | next     | test in test_recorder.py     |
-    |------------|-----------------------------------------|----------|------------------------------|
-    | any        | `begin`; drops an open step             | `OPEN`   | begin drops the marks        |
-    | any        | `stop`, `abandon`; drop an open step    | `IDLE`   | forked_process_uses_no_event |
-    | `OPEN`     | `end_step`, `end_at`; start a step      | `OPEN`   | host_waits_once_per_step     |
-    | `OPEN`     | `pause`                                 | `PAUSED` | paused time is not part of   |
-    | `OPEN`     | `exclude_evaluation`, up to now         | `PAUSED` | evaluation_detected_late     |
-    | `PAUSED`   | `resume`                                | `OPEN`   | paused time is not part of   |
-    | `PAUSED`   | `end_step`, `end_at`; start a step      | `OPEN`   | end_at_its_update            |
-    | `PAUSED`   | `end_step`; drops a step without time   | `OPEN`   | step_that_ends_in_a_pause    |
-    | not `IDLE` | a mark fails, or a graph is captured    | `LOST`   | failed_mark_stops_recording  |
-    | `LOST`     | `end_step`; drops the step              | `OPEN`   | failed_mark_stops_recording  |
+    | `state`    | event                                 | next     | test or conformance case    |
+    |------------|---------------------------------------|----------|-----------------------------|
+    | any        | `begin`: drops an open step           | `OPEN`   | begin drops the marks of    |
+    | any        | `stop`, `abandon`: drop an open step  | `IDLE`   | a phase named while idle    |
+    | `OPEN`     | `end_step`, `end_at`: the next starts | `OPEN`   | host_waits_once_per_step    |
+    | `OPEN`     | `pause`                               | `PAUSED` | paused time is not part of  |
+    | `OPEN`     | `exclude_evaluation` up to now        | `PAUSED` | validation_in_the_body      |
+    | `PAUSED`   | `resume`                              | `OPEN`   | paused time is not part of  |
+    | `PAUSED`   | `end_step`, `end_at`: the next starts | `OPEN`   | step_can_end_at_its_update  |
+    | `PAUSED`   | `end_step`: drops a step without time | `OPEN`   | step_that_ends_in_a_pause   |
+    | not `IDLE` | a mark fails, a graph is captured     | `LOST`   | failed_mark_stops_recording |
+    | `LOST`     | `end_step`: drops the step            | `OPEN`   | failed_mark_stops_recording |
 
-    If `IDLE` or `LOST`, the open step has no marks, and the label is None.
+    In `IDLE` and `LOST`, the open step has no marks, and `label` is None. In `PAUSED`, `label` is
+    `EXCLUDED` or `EVALUATION_IN_STEP`.
 
     Nothing here raises into the training loop: an error drops the step, with one warning. Only the
     thread that last called `begin` is timed; calls from other threads do nothing. There is no lock:
@@ -357,7 +358,8 @@ class Recorder:
         """Start a named phase, until `leave_phase`."""
         # Code inside a backward pass, such as recomputation by checkpointing, belongs to that pass.
         if get_ident() == self.threads.home and current_graph_task_id() == -1:
-            self.named.enter(name, self.label if self.label and self.state is OPEN else DATA)
+            label = self.label if self.state is OPEN else None
+            self.named.enter(name, label or DATA)
             if self.state is OPEN and self.named.label != self.label:
                 self._record(self.named.label)
 
