@@ -255,6 +255,28 @@ def test_evaluations_in_untimed_steps_are_not_part_of_the_steps(
     assert summary.slowdown is None
 
 
+def test_evaluations_in_untimed_steps_are_found_without_an_optimizer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("CRITICAL", "lightning_gputime")  # Hides the warning about the optimizer.
+    gpu = FakeGPU()
+    net = Layer(gpu, 0.0)
+    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, every_n_steps=20) as timer:
+        for number in range(500):
+            gpu.host_work(6.0)
+            net(torch.ones(1, 2)).sum().backward()
+            timer.step()
+            if number % 10 == 8:
+                net.eval()
+                with torch.no_grad():
+                    net(torch.ones(1, 2))
+                gpu.host_work(80.0)
+                net.train()
+    # The work before the next model call counts as evaluation. The first is found later.
+    assert entries_ms(timer)["evaluation"] == pytest.approx(50 * 86.0, abs=100.0)
+    assert timer.summary().step.mean_ms == pytest.approx(5.4, rel=0.1)
+
+
 def test_summary_taken_earlier_keeps_its_wall_clock() -> None:
     loop = HostLoop()
     with loop.timer:

@@ -317,17 +317,16 @@ class ForwardBoundary:
         if (self.running or self._is_wrapper_called) and self._enter_inner(module):
             return
         self.running.append(id(module))
-        self._is_training_call = True
         searches = self.evaluation.state is _ACTIVE
-        if searches and not torch.is_grad_enabled():
-            # In a fetch, the loader calls the model, for example to choose samples.
-            if self._batch.is_fetching:
-                self._is_training_call = False
-                return
-            if not module.training:
-                self._is_training_call = False
-                self.evaluation.on_call_start(self.calls)
-                return
+        has_no_grad = searches and not torch.is_grad_enabled()
+        # In a fetch, the loader may call the model to choose samples.
+        is_in_fetch = has_no_grad and self._batch.is_fetching
+        may_be_evaluation = has_no_grad and not module.training and not is_in_fetch
+        self._is_training_call = not (is_in_fetch or may_be_evaluation)
+        if may_be_evaluation:
+            self.evaluation.on_call_start(self.calls)
+        if not self._is_training_call:
+            return
         # An excluded evaluation at the end of the recorded marks has paused the recorder.
         if searches and recorder.state is PAUSED:
             recorder.resume(FORWARD)

@@ -217,6 +217,7 @@ class WorkCounter:
         self._step_items, self._batch_items = 0.0, self._items.fixed
         if self._has_flops:
             self._unknown_steps = self._unknown_steps + 1 if isnan(items) else 0
+            # A single batch of unknown size needs no warning.
             if self._unknown_steps == 2 and self.reference.note != _NO_ITEMS:
                 messages.warning(_NO_ITEMS)
                 self.reference.set_note(_NO_ITEMS)
