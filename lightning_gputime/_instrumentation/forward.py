@@ -576,9 +576,6 @@ class EvaluationSearch:
         self._wall_clock = wall_clock
         self.state = loop.search
         """See the docstring of the class, and `Search`."""
-        # Position and start (on the host) of the running untimed span.
-        self._open_span: tuple[_Position, int] | None = None
-        self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.
         self.has_found = False
         """True once an evaluation was found inside a step."""
         # Earlier steps. Inner calls are calls in eval mode before the last update of a step.
@@ -595,8 +592,9 @@ class EvaluationSearch:
         that generate text are counted at `GENERATE`."""
         self._positions_after_backward: set[_Position] = set()  # In a loop without optimizer.
         self._is_inference = True  # True if all calls are under inference mode.
-        self._open_span = None
-        self._spans_ns.clear()
+        # Position and start (on the host) of the running untimed span.
+        self._open_span: tuple[_Position, int] | None = None
+        self._spans_ns: Counter[_Position] = Counter()  # Time of the ended untimed spans.
 
     def on_call_start(self, forwards: int, label: str = MAYBE_EVALUATION) -> None:
         """Mark an outermost call in eval mode without grad, after `forwards` training calls."""
@@ -609,24 +607,16 @@ class EvaluationSearch:
         position = forwards, self._optimizer.updates
         self.undecided[GENERATE if label == GENERATE else position] += 1
         self._is_inference &= torch.is_inference_mode_enabled()
-        if recorder.state is IDLE:
-            self._start_untimed_span(position)
+        # As in timed steps, calls in a named phase, and between forward and the update, are never
+        # excluded.
+        may_exclude = not recorder.named.names and (not forwards or self._optimizer.updates > 0)
+        if recorder.state is IDLE and self._open_span is None and may_exclude:
+            start_ns = self._wall_clock.steps_ns(recorder.clock.host_ns())
+            self._open_span = position, start_ns
         if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
             self._positions_after_backward.add(position)
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(label)
-
-    def _start_untimed_span(self, position: _Position) -> None:
-        """Start a span, unless this call continues a span."""
-        if self._open_span is not None:
-            return
-        # As in timed steps, calls in a named phase, and between forward and the update, are never
-        # excluded.
-        forwards, updates = position
-        is_before_update = forwards > 0 and not updates
-        if is_before_update or self._recorder.named.names:
-            return
-        self._open_span = position, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
 
     def end_untimed_span(self) -> None:
         """End the open span, if any, because other work of the step follows."""

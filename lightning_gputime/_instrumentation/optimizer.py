@@ -72,7 +72,7 @@ class OptimizerBoundary:
     | any     | exception: corrected at next call  | unchanged       | update_that_raises          |
     | any     | end of the loop's step: ends early | none            | called_in_an_optimizer_hook |
 
-    After an early end, `_ended_early` is True until the next call of `step`. It ignores the return.
+    After an early end, the return does nothing. `_ended_early` is True until the next call.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
