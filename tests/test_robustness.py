@@ -115,7 +115,7 @@ def test_optimizer_with_odd_groups_still_updates(loop: Loop, groups: Any, is_giv
 FAILING = {
     "step()": "lightning_gputime._session.session.Session.end_step",
     "steps()": "lightning_gputime._session.session.Session.begin_step",
-    "an update": "lightning_gputime._instrumentation.optimizer.OptimizerBoundary._interrupted",
+    "an update": "lightning_gputime._instrumentation.optimizer.OptimizerBoundary._ended_early",
     "a backward": "lightning_gputime._instrumentation.backward.BackwardBoundary.on_call_end",
     "remove()": "lightning_gputime._session.session.Session.finish",
     "the end of a loop": "lightning_gputime._session.session.Session.compare_ranks",
