@@ -108,7 +108,7 @@ class BackwardBoundary:
                 self._note_untimed_backward()
             return False
         if not self._batch.is_open:
-            return False  # A callback of the trainer trains with it.
+            return False  # A callback of the trainer runs this backward.
         label = recorder.label
         # `torch.autograd.grad` does not accumulate gradients. It is a backward only in a pipeline
         # stage, which calls it for the gradients of its inputs, and later for those of its weights.

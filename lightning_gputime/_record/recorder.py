@@ -223,7 +223,7 @@ class Recorder:
     | `PAUSED`   | `resume`                              | `OPEN`   | paused time is not part of  |
     | `PAUSED`   | `end_step`, `end_at`: the next starts | `OPEN`   | step_can_end_at_its_update  |
     | `PAUSED`   | `end_step`: drops a step without time | `OPEN`   | step_that_ends_in_a_pause   |
-    | not `IDLE` | a mark fails, a graph is captured     | `LOST`   | failed_mark_stops_recording |
+    | not `IDLE` | error, graph capture, too many marks  | `LOST`   | failed_mark_stops_recording |
     | `LOST`     | `end_step`: drops the step            | `OPEN`   | failed_mark_stops_recording |
 
     In `IDLE` and `LOST`, the open step has no marks, and `label` is None. In `PAUSED`, `label` is
