@@ -209,8 +209,10 @@ class Fit(BatchState):
                     ends = self._decide_step_end(batch_idx)
                 else:
                     ends = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-                if ends and session.end_step_without_hooks(self._step_number()):
-                    self._follow_hooks()
+                if ends:
+                    session.end_step_without_hooks(self._step_number())
+                    if session.mode is not OFF:
+                        self._follow_hooks()
                 return
             self._in_batch = self.is_open = False
             has_updated = session.optimizer.updates > 0
@@ -223,8 +225,8 @@ class Fit(BatchState):
             if self._accumulates:
                 session.batch_ends(CALLBACKS)
                 return
-            has_hooks = session.end_step(self._step_number(), CALLBACKS)
-            if not has_hooks:
+            session.end_step(self._step_number(), CALLBACKS)
+            if session.mode is OFF:
                 self._follow_hooks()
             if not self._wall_clock.has_stepped:
                 self._wall_clock.end_first_step()
@@ -340,8 +342,8 @@ class Fit(BatchState):
             # A hook at the end of the last batch ran the update. The trainer has already counted
             # that batch.
             self._accumulates = False
-            has_hooks = session.end_step(self._step_number() - 1, CALLBACKS)
-            if not has_hooks:
+            session.end_step(self._step_number() - 1, CALLBACKS)
+            if session.mode is OFF:
                 self._follow_hooks()
         if recorder.state is PAUSED:
             recorder.resume(FETCH)

@@ -20,7 +20,7 @@ from lightning_gputime._instrumentation.loop import (
     is_engine,
     is_training,
 )
-from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
+from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
 from lightning_gputime._output.loggers import LogWriter, MeanLog, MetricsLogger, check_loggers
@@ -64,18 +64,26 @@ _LEFT_OVER = (
 class _Use(Enum):
     """Use that a loop over `steps` makes of its batches, as the batches so far show.
 
-    It changes from `UNKNOWN` to `AHEAD` or `TRAINING`, which are final, or to `EVALUATION`, after
-    which it may still change to `TRAINING`.
+    | use | batch | next use |
+    |---|---|---|
+    | `UNKNOWN` | was only fetched | `AHEAD` |
+    | `UNKNOWN`, `NOT_TRAINED` | has trained | `TRAINING` |
+    | `UNKNOWN` | was evaluated, or is not timed | `NOT_TRAINED` |
+
+    `AHEAD` and `TRAINING` are final.
     """
 
-    UNKNOWN = 0
-    AHEAD = 1  # It fetches a batch before it works on the previous batch.
-    EVALUATION = 2
+    UNKNOWN = 0  # No batch has ended.
+    AHEAD = 1  # The loop fetches a batch before it works on the previous batch.
+    NOT_TRAINED = 2  # No batch so far is known to train: the loop may be an evaluation.
     TRAINING = 3
 
 
-_Progress = tuple[int, int]
-"""Number of the open step, and number of its micro-batches that have ended."""
+class _Body:
+    """Running body of a loop over `steps`: the work on one batch."""
+
+    has_called_step = False
+    """True once the body has called `step`, which has ended the batch."""
 
 
 class Steps(Generic[T]):
@@ -110,6 +118,11 @@ class Steps(Generic[T]):
 class _PlainLoop(BatchState):
     """Batches, micro-batches and steps of a plain loop: it decides where each step ends.
 
+    `_body` has three states: `None` (no batch is open), a batch that is `open`, and a batch that
+    was `stepped`, because its body has called `step()`.
+
+    TABLE
+
     Args:
         accumulate_grad_batches: Micro-batches per step; `sys.maxsize` if only an update ends a
             step.
@@ -128,16 +141,14 @@ class _PlainLoop(BatchState):
         self._accumulate_grad_batches = accumulate_grad_batches
         self._gradient_state = gradient_state
         self._first_step, self._n_optimizers = first_step, n_optimizers
-        self.start(WallClock(None))
+        self.start()
 
-    def start(self, wall_clock: WallClock) -> None:
+    def start(self) -> None:
         """Start a new measurement."""
-        self._wall_clock = wall_clock
+        self.open()
         self._step = self._first_step  # Number of the open step.
         self._micro_batches = 0  # Number of micro-batches of the open step that have ended.
-        # Progress at the start of the running body of a loop over `steps`; None outside of a body.
-        # If there is progress since then, the body has called `step`.
-        self._body: _Progress | None = None
+        self._body: _Body | None = None  # Of the loop that was asked for a batch last.
 
     @property
     def is_in_body(self) -> bool:
@@ -160,7 +171,7 @@ class _PlainLoop(BatchState):
             timer._session.keep_hooks()
         timer._safely(self.begin)
         timer._read_loader(iterable, in_data=True)
-        use, wall_clock = _Use.UNKNOWN, self._wall_clock
+        use, wall_clock = _Use.UNKNOWN, timer._wall_clock
         # A local name: Python clears the names of modules before it ends generators at its exit.
         is_exiting = sys.is_finalizing
         self.is_fetching = True
@@ -173,8 +184,8 @@ class _PlainLoop(BatchState):
                         timer._session.batch_begins(item)
                     except Exception as error:
                         timer._give_up(error)
-                if self._body is None:
-                    self._body = self._step, self._micro_batches
+                if self._body is None:  # Otherwise a batch that was only fetched is still open.
+                    self._body = _Body()
                 body = self._body
                 try:
                     yield item
@@ -196,8 +207,7 @@ class _PlainLoop(BatchState):
                     if is_usual and self._body is body:
                         # The most common case: `_end_unusual_batch` decides on all others.
                         self._body = None
-                        has_called_step = body != (self._step, self._micro_batches)
-                        if session.is_attached and not has_called_step:
+                        if session.is_attached and not body.has_called_step:
                             self.end_batch(timer)
                     else:
                         use = self._end_unusual_batch(timer, use)
@@ -213,14 +223,7 @@ class _PlainLoop(BatchState):
     def _end_unusual_batch(self, timer: "GPUPhaseHooks", use: _Use) -> _Use:
         """End a batch that may be an evaluation, or skipped. Return the use of all batches so far.
 
-        - If it was only fetched, it belongs to the next step. `UNKNOWN` becomes `AHEAD`.
-        - If it was evaluated, and no batch has trained, it is in no step. `UNKNOWN` becomes
-          `EVALUATION`.
-        - Else it ends. `UNKNOWN` and `EVALUATION` become `TRAINING` after a timed batch.
-
-        Args:
-            timer: The timer.
-            use: Use of the batches before it.
+        `use` is the use of the batches before it.
         """
         session = timer._session
         if session.has_only_fetched(is_first=use is _Use.UNKNOWN):
@@ -228,23 +231,24 @@ class _PlainLoop(BatchState):
             # the next step.
             session.batch_ends()
             return _Use.AHEAD if use is _Use.UNKNOWN else use
-        has_called_step = self._body != (self._step, self._micro_batches)
-        self._body = None
         is_timed = session.recorder.label is not None
         is_evaluation = session.has_evaluated
+        body, self._body = self._body, None
         if is_evaluation and use is not _Use.TRAINING:
             session.begin_step()  # Drops the evaluation.
-        elif session.is_attached and not has_called_step:
+        elif session.is_attached and body is not None and not body.has_called_step:
             self.end_batch(timer)
         if use in (_Use.AHEAD, _Use.TRAINING):
             return use
         # An untimed batch does not show whether it trains, so leave that to a later batch.
         has_trained = is_timed and not is_evaluation
-        return _Use.TRAINING if has_trained else _Use.EVALUATION
+        return _Use.TRAINING if has_trained else _Use.NOT_TRAINED
 
     def end_batch(self, timer: "GPUPhaseHooks") -> None:
         """End a batch, and the step if it was its last micro-batch."""
         session = timer._session
+        if self._body is not None:
+            self._body.has_called_step = True
         self._micro_batches += 1
         if self._accumulate_grad_batches > 1:
             is_last = self._micro_batches >= self._accumulate_grad_batches
@@ -254,13 +258,13 @@ class _PlainLoop(BatchState):
         if not (is_last or session.optimizer.has_updated):
             session.batch_ends()
             return
-        if timer._is_evaluating:
+        if not self.is_open:
             timer._safely(timer._end_evaluation)  # Its loop was left early, or continues later.
         if session.mode is OFF:
             session.end_step_without_hooks(self._step)
         else:
             session.end_step(self._step)
-        wall_clock = self._wall_clock
+        wall_clock = timer._wall_clock
         if not wall_clock.has_stepped:
             wall_clock.end_first_step()
             session.restart_second_step()
@@ -290,7 +294,7 @@ class _PlainLoop(BatchState):
         """End a loop that has read all batches. Its step continues if work or an update follows."""
         if use is _Use.AHEAD and self._body is None:
             # The work on the last batch is still to come.
-            self._body = self._step, self._micro_batches
+            self._body = _Body()
         if self._body is not None:
             session.batch_begins()
         if self._micro_batches:
@@ -299,17 +303,13 @@ class _PlainLoop(BatchState):
 
     def _leave_body(self, session: AnySession) -> None:
         """End the step in which the loop was left, if its work was complete."""
-        # False outside of a body, or if the body has called `step`: then no batch is open.
-        is_batch_open = self._body == (self._step, self._micro_batches)
-        self._body = None
+        body, self._body = self._body, None
+        is_batch_open = body is not None and not body.has_called_step
         has_late_update = self._micro_batches > 0 and session.optimizer.has_updated
-        has_ended = (is_batch_open or has_late_update) and session.leave_loop(self._step)
-        if has_ended:
+        if (is_batch_open or has_late_update) and session.leave_loop(self._step):
             self._step += 1
             self._micro_batches = 0
-            return
-        has_gradients = BACKWARD in session.recorder.open.phases
-        if is_batch_open and session.needs_updates and has_gradients:
+        elif is_batch_open and session.needs_updates and BACKWARD in session.recorder.open.phases:
             # A later loop may run the update that uses the gradients of this batch.
             session.batch_ends(BETWEEN)
             self._micro_batches += 1
@@ -415,10 +415,6 @@ class GPUPhaseHooks(Timer):
             batch=self._plain,
             needs_updates=accumulate_grad_batches != 1,
         )
-        # True in a loop over `steps` that evaluates the model, and is part of no step.
-        self._is_evaluating = False
-        # True if that loop runs inside a batch of another loop, whose batch is closed meanwhile.
-        self._has_interrupted_batch = False
 
     def attach(self) -> Self:
         """Attach the hooks and start a new measurement. Safe to call twice."""
@@ -439,8 +435,7 @@ class GPUPhaseHooks(Timer):
             warn_of_several_devices(self._loop.model, device)
         clock, options = self._clock_for(device, report_cpu=True), self._options
         self._start_wall_clock()
-        self._plain.start(self._wall_clock)
-        self._is_evaluating = False
+        self._plain.start()
         writer = LogWriter(options.prefix, self._loggers, groups=options.logged_groups)
         self._start(
             clock,
@@ -555,36 +550,34 @@ class GPUPhaseHooks(Timer):
         except Exception as error:
             self._give_up(error)
 
+    # In a loop over `steps` that evaluates the model, no batch is open (`BatchState.is_open`).
+
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which is not part of any step."""
-        if self._is_evaluating:
+        if not self._plain.is_open:
             yield from iterable  # The outer evaluation already excludes this time.
             return
         self._safely(self._start_evaluation)
         try:
             for item in iterable:
                 yield item
-                if self._is_evaluating:
-                    self._session.recorder.pause(now=True)
-                else:
+                if self._plain.is_open:
                     # The body has run training steps, which ended the evaluation.
                     self._safely(self._start_evaluation)
+                else:
+                    self._session.recorder.pause(now=True)
         finally:
             self._safely(self._end_evaluation)
 
     def _start_evaluation(self, session: AnySession) -> None:
-        self._is_evaluating = True
-        self._has_interrupted_batch = self._plain.is_open
         self._plain.close()
         self._wall_clock.enter_phase(EVALUATION)
         session.recorder.pause(now=True)
 
     def _end_evaluation(self, session: AnySession) -> None:
         """End the running evaluation, if any. The training continues."""
-        if self._is_evaluating:
-            self._is_evaluating = False
-            if self._has_interrupted_batch:
-                self._plain.open()
+        if not self._plain.is_open:
+            self._plain.open()
             self._wall_clock.leave_phase(EVALUATION)
             session.recorder.resume(OTHER if self._plain.is_in_body else DATA)
 

@@ -62,7 +62,10 @@ _NO_BATCH = object()
 
 
 class Mode(Enum):
-    """Mode of a session: whether it is attached, and how it records the open step."""
+    """Mode of a session: whether it is attached, and how it records the open step.
+
+    MODETABLE
+    """
 
     NEW = "not attached"
     ATTACHED = "attached, no step is open"
@@ -140,7 +143,7 @@ class Session:
         self._on_step = step_calls(options.observers)
         self._on_slow_step = methods(options.observers, "on_slow_step")
 
-        # Choose the timed steps. Each log interval needs some of them.
+        # What chooses the timed steps. Each log interval needs some of them.
         is_logged = means.writer.has_destination or len(options.observers) > 0
         has_logs = is_logged or self._comparison.is_on
         requires_all = {
@@ -155,10 +158,12 @@ class Session:
         self._is_auto = n == AUTO and not each_timed_for
         if n == AUTO:
             results.update_facts(each_timed_for=each_timed_for)
+        windows = Windows(interval=1 if n == AUTO else int(n))
+        self.times_all = not self._is_auto and windows.cover_all
+        """True if every step is timed. Then examined steps count in all statistics."""
         # Each rank would predict other long steps, but all ranks must time the same steps. So all
         # use the prediction of rank zero; see `_decide`.
         has_ranks, next_long = is_distributed(), self._untimed.next_long
-        windows = Windows(interval=1 if n == AUTO else int(n))
         self.schedule = Schedule(windows, (lambda _: math.inf) if has_ranks else next_long)
         self._cost = TimingCost(clock.host_ns, means.every_n_steps if has_logs else None)
         store = open_store("agreement") if self._is_auto and options.sync_ranks else None
@@ -167,11 +172,9 @@ class Session:
         self._examinations = ExaminationSchedule(next_long, is_distributed=has_ranks)
         if not options.lines:
             self._examinations.stop()
-        self.times_all = not self._is_auto and self.schedule.windows.cover_all
-        """True if every step is timed. Then examined steps count in all statistics."""
 
-        # Record them: hooks call the recorder, which passes the steps to `_take` once it has read
-        # the times of their events.
+        # What records the steps: hooks call the recorder, which passes the steps to `_take` once it
+        # has read the times of their events.
         self.recorder = recorder = Recorder(
             clock,
             lag=options._lag,
@@ -191,7 +194,7 @@ class Session:
             recorder, loop, work.on_call, self._wall_clock, self._examiner
         )
 
-        # Process the steps that were read.
+        # What processes the steps that were read.
         means.set_source(results, is_sampled=not self.times_all, is_logged=is_logged)
         read_peaks = getattr(clock, "peak_memory", None)
         self._memory = MemoryWatch(read_peaks) if read_peaks is not None else None
@@ -213,54 +216,63 @@ class Session:
             self._log,
             self._self_check.steps_read,
         ]
+
+        # What is removed at the end.
+        self._until_end = Attachments()  # See `attach_until_end`.
+        self._to_remove = [
+            *(self._comparison, self._analyzer, self._surroundings),
+            *options.observers,
+        ]
+
+        # State of the session. `_enter` sets the first two.
+        self.mode = NEW
+        self.is_attached = False  # True between `NEW` and `ENDED`.
+        self.needs_updates = loop.needs_updates
+        """True if a step ends with an update, whatever its number of batches."""
+        self._keeps_hooks = False  # True once `keep_hooks` was called.
+
+        # State after the steps that have ended. `end_step`, `end_step_without_hooks` and
+        # `leave_loop` set it.
+        self.index = 0
+        """Number of steps that have ended, timed or not: the index of the open step."""
+        self._newest_number: int | None = None  # Number of the last step that ended.
+        self._first_ended_ns = 0  # Cumulative time of the first 5 steps.
+        # Cumulative time of all steps at the end of the last step that ran with hooks.
+        self._ended_ns = 0
+
+        # State of the open step.
+        self._first_label = DATA  # Label with which it started, set by `end_step`.
+        # True if it follows an examined step, at whose end the host waited until the device had no
+        # work queued. Set by `begin_step` and `end_step`.
+        self._starts_drained = False
+        # Cumulative time of all steps at the start of the newest examined step, set by `_examine`.
+        self._examination_ns = 0
+
+        # State after the steps that were read, set by `_take`.
         self._warmup_left = options.timed_warmup_steps  # Warm-up steps still to be read.
-        self._has_read = False  # True once the first step was read.
+        self._entry_read = FIRST_STEP  # Entry of the wall clock with the step that is read next.
         # True until the first examined steps were compared with the others.
         self._is_comparison_due = True
         # Number and time of the timed steps whose mean was checked for a slowdown.
         self._compared_n = self._compared_ms = 0.0
         # Mean time from which more steps are examined; 0 before the first mean.
         self._slow_ms = 0.0
-        self._until_end = Attachments()
-        self._to_remove = [
-            *(self._comparison, self._analyzer, self._surroundings),
-            *options.observers,
-        ]
 
-        # The steps.
-        self.mode = NEW
-        self.is_attached = False
-        self.index = 0
-        """Number of steps that have ended, timed or not: the index of the open step."""
-        self._newest_number: int | None = None  # Number of the last step that ended.
-        # Cumulative time of all steps, updated at the end of each step that runs with hooks.
-        self._ended_ns = 0
-        self._first_label = DATA  # First label of the open step.
-        self.needs_updates = loop.needs_updates
-        """True if a step ends with an update, whatever its number of batches."""
-        # True if the open step follows an examined step, at whose end the host waited until the
-        # device had no work queued.
-        self._starts_drained = False
-        # Cumulative time of all steps at the end of the first steps, and at the start of the newest
-        # examined step.
-        self._first_ended_ns = self._examination_ns = 0.0
-
-        # The hooks in untimed steps. They return this many steps before a window: a plain loop
-        # needs them in the step before, to tell evaluations from steps.
+        # Untimed steps without hooks: indices, set by `_remove_hooks`. The hooks return `_margin`
+        # steps before a window: a plain loop needs them in the step before, to tell evaluations
+        # from steps.
         self._margin = int(loop.search is not Search.NEVER)
-        self._keeps_hooks = False
         self._hooks_return_at = 0  # Index of the first step that has hooks again.
         self._check_at = 0  # Index of the step before which the next check is due.
         self._checked_at = 0  # Index of the step before which the last check was.
 
-        # The logs. All ranks must log means of the same steps, so a log is written `lag` steps
-        # after its last step: by then, every rank has read that step.
-        # Number and index of each of the newest steps; loggers use the number, which may start at
-        # any value.
+        # Logs, set by `_schedule_log`. All ranks must log means of the same steps, so a log is
+        # written `lag` steps after its last step: by then, every rank has read that step.
+        # Number and index of the newest steps that `_schedule_log` was called with; loggers use the
+        # number, which may start at any value.
         self._newest_steps = deque[tuple[int, int]](maxlen=options._lag + 1)
-        # Number of the step from which `_schedule_log` must be called; None before the first step
-        # has ended.
-        self._log_due_at: float | None = None
+        # Number of the step from which `_schedule_log` must be called: at first, of any step.
+        self._log_due_at = -math.inf
 
     # Attach
 
@@ -299,7 +311,42 @@ class Session:
             raise RuntimeError(f"a session cannot change from {self.mode.name} to {mode.name}")
         self.mode, self.is_attached = mode, mode is not ENDED
 
-    # Batches of the open step
+    # Steps and their batches, in the order of a step
+
+    def begin_step(self) -> None:
+        """Drop the open step, and start a step in the calling thread."""
+        self._examiner.stop()
+        self._boundaries.step_ended(timed=False, is_dropped=True)
+        self._work.reset()
+        self._batches.drop_step()
+        self._analyzer.loop_begins()
+        self._untimed.restart(self._wall_clock.steps_ns(self._host_ns()))
+        self._starts_drained = False
+        if self.mode is not OFF:
+            # Do not examine this step, because the first fetch of an epoch may take long.
+            self._enter(UNTIMED if self._next_mode() is UNTIMED else TIMED)
+        if self.mode is TIMED:
+            self.recorder.begin()
+        else:
+            self.recorder.stop()  # Also makes the calling thread the timed thread.
+
+    def restart_second_step(self) -> None:
+        """Read the start of the second step again, after the wall clock has ended the first step.
+
+        In a loop without `steps()`, the start of the first step is unknown. So the wall clock has
+        moved all time before its end into it, which changes the cumulative time of the steps.
+        """
+        self._ended_ns = self._wall_clock.steps_ns(self._host_ns())
+        self._untimed.restart(self._ended_ns)
+
+    def continue_in_loop(self) -> None:
+        """Continue the open step in another loop, without the time between the loops."""
+        self.recorder.pause(since=BETWEEN)
+        self.recorder.resume()
+
+    def fetch_begins(self) -> None:
+        """End an evaluation before a fetch in an untimed step, in a loop without `steps()`."""
+        self.forward.evaluation.end_untimed_span()
 
     def batch_begins(self, batch: Any = _NO_BATCH) -> None:
         """End the fetch of a batch, and any pause. Count the items of the batch."""
@@ -314,10 +361,6 @@ class Session:
             self._work.add_batch(batch)
             if recorder.state is OPEN:
                 self._batches.add(batch)
-
-    def fetch_begins(self) -> None:
-        """End an evaluation before a fetch in an untimed step, in a loop without `steps()`."""
-        self.forward.evaluation.end_untimed_span()
 
     def add_batches(self, batches: Sequence[Any]) -> None:
         """Count the items of micro-batches that were fetched together."""
@@ -336,15 +379,6 @@ class Session:
             recorder.resume(label)
         else:
             recorder.mark(label)
-
-    def continue_in_loop(self) -> None:
-        """Continue the open step in another loop, without the time between the loops."""
-        self.recorder.pause(since=BETWEEN)
-        self.recorder.resume()
-
-    def rely_on_updates(self) -> None:
-        """From now on, end steps with updates: the trainer's count of batches was wrong."""
-        self.needs_updates = True
 
     def has_only_fetched(self, *, is_first: bool) -> bool:
         """Return True if the open step has certainly only fetched batches.
@@ -374,67 +408,54 @@ class Session:
             return False
         return self.recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, *MAY_EVALUATE}
 
-    # Steps
+    def rely_on_updates(self) -> None:
+        """From now on, end steps with updates: the trainer's count of batches was wrong."""
+        self.needs_updates = True
 
-    def begin_step(self) -> None:
-        """Drop the open step, and start a step in the calling thread."""
-        self._examiner.stop()
-        self._boundaries.step_ended(timed=False, is_dropped=True)
-        self._work.reset()
-        self._batches.drop_step()
-        self._analyzer.loop_begins()
-        self._untimed.restart(self._wall_clock.steps_ns(self._host_ns()))
-        if self.mode is OFF:
-            self.recorder.stop()  # Also makes the calling thread the timed thread.
-            return
-        self._starts_drained = False
-        # Do not examine this step, because the first fetch of an epoch may take long.
-        self._enter(UNTIMED if self._next_mode() is UNTIMED else TIMED)
-        if self.mode is TIMED:
-            self.recorder.begin()
-        else:
-            self.recorder.stop()
+    def end_step(self, number: int, label: str = DATA) -> None:
+        """End the open step, and start the next with `label`.
 
-    def end_step(self, number: int, label: str = DATA) -> bool:
-        """End the open step, and start the next with `label`. Return True if hooks are attached.
-
-        If all steps are timed, `_take` writes the logs when it gets the steps that were read. Else
-        this method adds the duration of the step, writes the log that is due, and starts the
-        planned step.
+        One function, because it runs in every step: calls would cost more than the work.
         """
         self._first_label = label
         if self.mode is OFF:
-            return self.end_step_without_hooks(number)
-        recorder, wall_clock, mode = self.recorder, self._wall_clock, self.mode
-        is_examined, examination_cost = mode is EXAMINED, 0.0
-        if is_examined:
+            self.end_step_without_hooks(number)
+            return
+        recorder, wall_clock, mode, index = self.recorder, self._wall_clock, self.mode, self.index
+        is_timed = mode in (TIMED, EXAMINED)
+
+        # End what runs inside the step only, and read its end on the host's clock.
+        examination_cost = 0.0  # Time that this step took longer than the mean step, in mean steps.
+        if mode is EXAMINED:
             self._examiner.stop()
-            # Time that this step took longer than the mean step before, in mean steps.
-            took_ns = wall_clock.steps_ns(self._host_ns()) - self._examination_ns
-            n_before = max(self.index - _FIRST_STEPS, 1)
-            mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
-            examination_cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
         elif mode is TIMED and self._time_trial is not None:
             self._time_trial()
-        self._newest_number, index = number, self.index
-        self.index += 1
         now_ns = self._host_ns()
+        if mode is EXAMINED:
+            took_ns = wall_clock.steps_ns(now_ns) - self._examination_ns
+            n_before = max(index - _FIRST_STEPS, 1)
+            mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
+            examination_cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
+
+        # Count the step, its work and its duration.
+        self.index, self._newest_number = index + 1, number
         if self.index == _FIRST_STEPS:
             self._first_ended_ns = wall_clock.steps_ns(now_ns)
         self._analyzer.allocator.end_step(now_ns)
         items = self._work.take_items()
         if self._batches.open is not None:
             self._batches.end_step(number)
-        if self._log_due_at is None or number >= self._log_due_at:
+        if number >= self._log_due_at:
             self._schedule_log(number, index)
         log_is_due = self._means.is_due
-        is_timed = self.times_all or mode in (TIMED, EXAMINED)
+        # This may exclude evaluations from the step: read `outside_ns` after it.
         skipped_update = self._boundaries.step_ended(timed=is_timed)
-        if self.times_all:
-            self._ended_ns = now_ns - wall_clock.outside_ns
-        else:
+        self._ended_ns = now_ns - wall_clock.outside_ns
+        if not self.times_all:
             self._add_duration()
-            self._starts_drained = is_examined
+            self._starts_drained = mode is EXAMINED
+
+        # End its marks. This reads steps that have finished, and passes them to `_take`.
         if is_timed:
             gpu_clock = self._surroundings.gpu
             if gpu_clock.is_due and not recorder.named.names and mode is TIMED:
@@ -448,262 +469,63 @@ class Session:
                 label=label,
                 index=-1 if self.times_all else index,  # `Recorder.end_step` explains -1.
                 items=items,
-                wait=Wait.FOR_THIS_STEP if is_examined else Wait.FOR_EARLIER,
+                wait=Wait.FOR_THIS_STEP if mode is EXAMINED else Wait.FOR_EARLIER,
             )
         else:
             recorder.pending.end_untimed(log_is_due)
-        if self.times_all:
-            if is_examined:
-                self._enter(TIMED)
-                self._step_examined(examination_cost)
-            elif self.index >= self._examinations.next_index and self.mode is TIMED:
-                self._examine()
-        else:
-            if self._is_auto:
-                self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
-            if is_examined:
-                self._step_examined(examination_cost)
-            self._ended_ns = now_ns - wall_clock.outside_ns
-            if log_is_due:
-                self._write_log()
+        if self._is_auto:
+            self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
+        if mode is EXAMINED:
+            self._step_examined(number, index, examination_cost)
+
+        # Log it, and compare the ranks.
+        if log_is_due and not self.times_all:  # If all steps are timed, `_take` has logged it.
+            self._write_log()
         if self._comparison.due_step is not None:
             # The next step has started, so exclude the exchange between ranks from it.
             recorder.pause()
             self._comparison.compare_if_due()
             recorder.resume(label)
-        has_been_removed = self.mode is ENDED  # By an observer, while steps were read.
-        if not self.times_all and not has_been_removed:
-            self._start_planned_step()
-        return self.mode is not OFF
 
-    @property
-    def ended_ns(self) -> int:
-        """Cumulative time of all steps that have ended (in nanoseconds)."""
-        return max(self._ended_ns, self._untimed.since_ns)
-
-    def restart_second_step(self) -> None:
-        """Read the start of the second step again, after the wall clock has ended the first step.
-
-        In a loop without `steps()`, the start of the first step is unknown. So the wall clock has
-        moved all time before its end into it, which changes the cumulative time of the steps.
-        """
-        self._ended_ns = self._wall_clock.steps_ns(self._host_ns())
-        self._untimed.restart(self._ended_ns)
-
-    def leave_loop(self, number: int) -> bool:
-        """End the step of this number at its last update, because the loop was left inside it.
-
-        Return False, and leave the step open, if it has no update or if a model was called after
-        the last update. In inference, the step ends at the last model call. The host does not wait
-        for the device, because the loop may have raised.
-        """
-        if get_ident() != self.recorder.threads.home:
-            return False  # Only the thread of the loop can end its step.
-        self._examiner.stop()
-        items = self._work.take_items()
-        # Calls in eval mode may be an evaluation.
-        if self.mode is not OFF and self.forward.evaluation.undecided:
-            self.forward.decide_evaluations()
-        if self.mode in (TIMED, EXAMINED):
-            has_ended = self._end_at_last_update(number, items)
-        elif self.mode is OFF and not self.needs_updates:
-            has_ended = True  # Without hooks, the update was not counted.
-        else:
-            has_ended = self.optimizer.has_updated
-        if not has_ended:
-            return False
-        self._newest_number = number
-        if self.times_all:
-            self._ended_ns = self._host_ns() - self._wall_clock.outside_ns
-        else:
-            self._add_duration()
-        self._schedule_log(number, self.index)
-        self._boundaries.step_ended()
-        self.index += 1
+        # Start the next step.
+        if self.mode is ENDED:
+            return  # An observer or a logger has removed the timer.
         if not self.times_all:
-            if self.mode is not OFF:
-                self._start_planned_step()
-            elif self.index >= self._hooks_return_at:
-                self._reattach_hooks()
-        return True
+            self._start_planned_step()
+        elif mode is EXAMINED:
+            self._enter(TIMED)  # No step after an examined step is examined.
+        elif mode is TIMED and self.index >= self._examinations.next_index:
+            self._examine()
 
-    def _end_at_last_update(self, number: int, items: float) -> bool:
-        """End the open, timed step at its last update. Return False if it continues after that."""
-        recorder = self.recorder
-        is_inference = not self.optimizer.has_any and BACKWARD not in recorder.open.phases
-        if not self.optimizer.has_any and not is_inference:
-            # No hook has marked the update, because the timer has no optimizer. It counts as
-            # `other`.
-            recorder.mark_instead(OTHER, of=AFTER_BACKWARD)
-            recorder.mark(AFTER_UPDATE)
-        last_label = AFTER_FORWARD if is_inference else AFTER_UPDATE
-        index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
-        return recorder.end_at(last_label, number, index, items)
+    # Parts of the end of a step, in the order of their calls
 
-    # Loops in which not every step is timed
+    def _schedule_log(self, number: int, index: int) -> None:
+        """Note that a step has ended. Make a log due if one was due `lag` steps ago.
 
-    def _next_mode(self) -> Mode:
-        """Return the mode of the step that starts next."""
-        if self.index >= self._examinations.next_index:
-            return EXAMINED
-        return TIMED if self.schedule.next_timed(self.index) == self.index else UNTIMED
+        Only the first step and steps from `_log_due_at` on need this call.
+        """
+        if not self._newest_steps:
+            self._means.start(number - 1)
+            self._log_due_at = self._means.next_due(number - 1)
+        steps = self._newest_steps
+        steps.append((number, index))
+        # If `steps` is full, its first step ended `lag` steps ago, so all ranks have read it.
+        number_read, _ = steps[0]
+        if len(steps) == steps.maxlen and number_read >= self._log_due_at:
+            self._log_due_at = self._means.next_due(number_read)
+            self._means.step_finished(number_read)
+            self._comparison.log_is_due(number_read)
 
     def _add_duration(self) -> None:
-        """Add the duration of the step that ends now to the statistics."""
-        now_ns = self._host_ns() - self._wall_clock.outside_ns
+        """Add the duration of the step that has ended to the statistics of all steps."""
         # An examined step takes longer, and so may a step that starts with an empty queue. Leave
         # both out, unless the step was examined because it was expected to be long: then long steps
         # would be too rare.
         is_unusual = self.mode is EXAMINED and not self._examinations.expects_long
         if is_unusual or self._starts_drained:
-            self._untimed.leave_out(now_ns)
+            self._untimed.leave_out(self._ended_ns)
         else:
-            self._untimed.ends_ns.append(now_ns)
-
-    def _start_planned_step(self) -> None:
-        """Enter the mode that is planned for the next step, and start it."""
-        recorder, index, mode_before = self.recorder, self.index, self.mode
-        if self._is_auto and index >= self._cost.due:
-            if self._agreement is None:
-                self._decide()
-            else:
-                # The next step has started, so exclude the wait for other ranks from it.
-                recorder.pause()
-                self._decide()
-                recorder.resume(self._first_label)
-        self._enter(UNTIMED if self._starts_drained else self._next_mode())
-        if self.mode is UNTIMED:
-            recorder.stop()
-            if index >= _MIN_INDEX_OFF and not self._keeps_hooks:
-                # The docstring of the class gives the reasons.
-                is_far = self._next_timed_or_examined() - self._margin > index
-                has_evaluated = self.forward.evaluation.has_found
-                if is_far and not has_evaluated and len(_attached) <= 1 and not has_compiled():
-                    self._remove_hooks()
-        elif mode_before is UNTIMED:  # After a timed step, its last mark has started this step.
-            recorder.begin(self._first_label)
-        if self.mode is EXAMINED:
-            self._examine()
-
-    def _decide(self) -> None:
-        """Choose the windows from the next step on. May wait for other ranks."""
-        n = self._cost.decide()
-        recurrence = None  # See `Windows`.
-        if self._agreement is not None:
-            n, *long_steps = self._agreement.agree([n, *(self._untimed.recurrence() or ())])
-            if long_steps:
-                recurrence = Recurrence(*long_steps)
-        self._cost.schedule_next(n, self.index)
-        windows = replace(self._cost.windows(n), recurrence=recurrence)
-        if windows != self.schedule.windows:
-            self.schedule.follow(windows, self.index)
-        self._results.update_facts(
-            timed_every_n_steps=n,
-            timing_share=self._cost.share,
-            added_share=self._cost.added_share(n),
-        )
-
-    # Examined steps
-
-    def _examine(self) -> None:
-        """Examine the step that has just started. If that is impossible, only time it."""
-        self._examination_ns = self._wall_clock.steps_ns(self._host_ns())
-        mean_ns = self._examination_ns / max(self.index, 1)
-        lines = self._examiner.start(mean_ns)
-        self._ledger.unavailable = self._examiner.unavailable
-        if lines is None:
-            self._examinations.stop()
-            self._enter(TIMED)
-            return
-        if self.mode is TIMED:
-            self._enter(EXAMINED)
-        self.recorder.examine(lines)
-
-    def _step_examined(self, cost: float) -> None:
-        """Keep what the examiner has found in the step that ended last, and choose the next."""
-        # A step's number counts in the run, its index in this measurement.
-        number, index = self._newest_number or 0, self.index - 1
-        self._ledger.unavailable = self._examiner.unavailable
-        self._ledger.trained_tensors[number] = len(self._examiner.trained)
-        self._examinations.step_examined(index, cost)
-
-    # Steps without hooks
-
-    def _next_timed_or_examined(self) -> int:
-        """Return the index of the next step that is timed or examined."""
-        # An examination may be overdue: then it is due in this step.
-        examined = max(self._examinations.next_index, self.index)
-        return int(min(self.schedule.next_timed(self.index), examined))
-
-    def _remove_hooks(self) -> None:
-        """Remove the hooks before the next step."""
-        self._enter(OFF)
-        suspend = partial(self._boundaries.suspend, keep_updates=self.needs_updates)
-        self._cost.time_switch(suspend, self.index)
-        self._hooks_return_at = self._next_timed_or_examined() - self._margin
-        self._checked_at = self.index
-        # The first check is due when the timed steps before can be read.
-        first_check = self.index + min(self._options._lag, _CHECK_STEPS)
-        self._check_at = min(first_check, self._hooks_return_at)
-
-    def end_step_without_hooks(self, number: int) -> bool:
-        """End a step that ran without hooks. Return True if the hooks are attached again.
-
-        Most steps are only counted. The rest is done while timed steps are still to be read, when a
-        log may be due, and when the hooks return.
-        """
-        self.index += 1
-        self._newest_number = number
-        self._untimed.ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
-        if self.needs_updates:
-            self.optimizer.reset()
-        may_log = self._log_due_at is None or number >= self._log_due_at
-        if self.index < self._check_at and not may_log:
-            return False
-        steps_since_check, self._checked_at = self.index - self._checked_at, self.index
-        if self._is_auto:
-            self._cost.end_span(self.index)
-        if may_log:
-            self._schedule_log(number, self.index - 1)
-        log_is_due = self._means.is_due
-        next_check = self.index + _CHECK_STEPS
-        if not self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check):
-            # Once the steps before are read, check only before the hooks return: the cost of timing
-            # is measured against the last steps before a window.
-            next_check = max(next_check, self._hooks_return_at - _CHECK_STEPS)
-        self._check_at = min(next_check, self._hooks_return_at)
-        if log_is_due:
-            self._write_log()
-            self._cost.start_span(self.index)  # Exclude the log from the measured host time.
-        if self.mode is ENDED:  # An observer has removed the timer.
-            return False
-        if self.index >= self._hooks_return_at:
-            self._reattach_hooks()
-            return True
-        return False
-
-    def _reattach_hooks(self) -> None:
-        """Attach the hooks again, and start a step."""
-        self._cost.time_switch(self._boundaries.reattach, self.index)
-        self._enter(self._next_mode())
-        self._analyzer.timing_resumes()
-        self._work.reset()
-        if self.mode is not UNTIMED:
-            self.recorder.begin(self._first_label)
-        if self.mode is EXAMINED:
-            self._examine()
-
-    def keep_hooks(self) -> None:
-        """Keep the hooks in untimed steps from now on, because `has_only_fetched` needs them."""
-        self._keeps_hooks = True
-        self.wake()
-
-    def wake(self) -> None:
-        """Attach the hooks again at the end of the open step."""
-        if self.mode is OFF:
-            self._hooks_return_at = self._check_at = self.index + 1
-
-    # Steps that were read, in order and in the thread of the loop
+            self._untimed.ends_ns.append(self._ended_ns)
 
     def _take(self, records: list[StepRecord], since_ns: int) -> None:
         """Pass steps that were read to the ledger, the statistics, the observers and the logs.
@@ -713,10 +535,8 @@ class Session:
         for record in records:
             if EVALUATION_IN_STEP in record.labels:
                 # The wall clock has counted the evaluation as part of the step.
-                is_first = not self._has_read and record is records[0]
-                source = FIRST_STEP if is_first else STEPS
-                self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
-        self._has_read = True
+                self._wall_clock.move(self._entry_read, EVALUATION, record.evaluation_ms)
+            self._entry_read = STEPS
         self._ledger.add(records)
         counted = records
         if not self.times_all:  # Examined steps take longer, so they count in the ledger only.
@@ -762,30 +582,17 @@ class Session:
         self._analyzer.end_callback("observers")
         self._analyzer.start_callback()
 
-    # Logs
-
     def _log(self, steps: ReadSteps) -> None:
         """Add steps to the means. If every step is timed, also write the logs that are due."""
         has_logged = self._means.take(steps)
         if has_logged:
             self._analyzer.end_callback("the timer's logging")
 
-    def _schedule_log(self, number: int, index: int) -> None:
-        """Note that a step has ended. Make a log due if one was due `lag` steps ago.
-
-        Only the first step and steps from `_log_due_at` on need this call.
-        """
-        if self._log_due_at is None:
-            self._means.start(number - 1)
-            self._log_due_at = self._means.next_due(number - 1)
-        steps = self._newest_steps
-        steps.append((number, index))
-        # If `steps` is full, its first step ended `lag` steps ago, so all ranks have read it.
-        number_read, _ = steps[0]
-        if len(steps) == steps.maxlen and number_read >= self._log_due_at:
-            self._log_due_at = self._means.next_due(number_read)
-            self._means.step_finished(number_read)
-            self._comparison.log_is_due(number_read)
+    def _step_examined(self, number: int, index: int, cost: float) -> None:
+        """Keep what the examiner has found in an examined step, and choose the next such step."""
+        self._ledger.unavailable = self._examiner.unavailable
+        self._ledger.trained_tensors[number] = len(self._examiner.trained)
+        self._examinations.step_examined(index, cost)
 
     def _write_log(self) -> None:
         """Log the steps up to the step at which a log is due.
@@ -797,6 +604,197 @@ class Session:
         self._means.log_at(number, until=index + 1)
         self._analyzer.end_callback("the timer's logging")
 
+    def _start_planned_step(self) -> None:
+        """Enter the mode that is planned for the next step, and start it."""
+        recorder, index, mode_before = self.recorder, self.index, self.mode
+        if self._is_auto and index >= self._cost.due:
+            self._decide()
+        # After an examined step the device has no work queued, so the next step is not usual.
+        self._enter(UNTIMED if self._starts_drained else self._next_mode())
+        if self.mode is UNTIMED:
+            recorder.stop()
+            needs_hooks = (
+                index < _MIN_INDEX_OFF
+                or self._keeps_hooks
+                or self.forward.evaluation.has_found
+                or len(_attached) > 1
+            )
+            if not needs_hooks:  # The docstring of the class gives the reasons.
+                # An examination that is overdue, because this step starts drained, is due next.
+                examined_at = max(self._examinations.next_index, index)
+                return_at = int(min(self.schedule.next_timed(index), examined_at)) - self._margin
+                if return_at > index and not has_compiled():
+                    self._remove_hooks(return_at)
+        elif mode_before is UNTIMED:  # After a timed step, its last mark has started this step.
+            recorder.begin(self._first_label)
+        if self.mode is EXAMINED:
+            self._examine()
+
+    def _decide(self) -> None:
+        """Choose the windows from the next step on. May wait for other ranks."""
+        n = self._cost.decide()
+        recurrence = None  # See `Windows`.
+        if self._agreement is not None:
+            # The next step has started, so exclude the wait for other ranks from it.
+            self.recorder.pause()
+            n, *long_steps = self._agreement.agree([n, *(self._untimed.recurrence() or ())])
+            self.recorder.resume(self._first_label)
+            if long_steps:
+                recurrence = Recurrence(*long_steps)
+        self._cost.schedule_next(n, self.index)
+        windows = replace(self._cost.windows(n), recurrence=recurrence)
+        if windows != self.schedule.windows:
+            self.schedule.follow(windows, self.index)
+        self._results.update_facts(
+            timed_every_n_steps=n,
+            timing_share=self._cost.share,
+            added_share=self._cost.added_share(n),
+        )
+
+    def _next_mode(self) -> Mode:
+        """Return the mode of the step that starts next."""
+        if self.index >= self._examinations.next_index:
+            return EXAMINED
+        return TIMED if self.schedule.next_timed(self.index) == self.index else UNTIMED
+
+    def _examine(self) -> None:
+        """Examine the step that has just started. If that is impossible, only time it."""
+        self._examination_ns = self._wall_clock.steps_ns(self._host_ns())
+        mean_ns = self._examination_ns / max(self.index, 1)
+        lines = self._examiner.start(mean_ns)
+        self._ledger.unavailable = self._examiner.unavailable
+        if lines is None:
+            self._examinations.stop()
+            self._enter(TIMED)
+            return
+        if self.mode is TIMED:
+            self._enter(EXAMINED)
+        self.recorder.examine(lines)
+
+    def _remove_hooks(self, return_at: int) -> None:
+        """Remove the hooks before the next step, until the step of the index `return_at`."""
+        self._enter(OFF)
+        suspend = partial(self._boundaries.suspend, keep_updates=self.needs_updates)
+        self._cost.time_switch(suspend, self.index)
+        self._hooks_return_at, self._checked_at = return_at, self.index
+        # The first check is due when the timed steps before can be read.
+        first_check = self.index + min(self._options._lag, _CHECK_STEPS)
+        self._check_at = min(first_check, return_at)
+
+    # Steps without hooks
+
+    def end_step_without_hooks(self, number: int) -> None:
+        """End a step that ran without hooks, and attach them if the next step needs them.
+
+        Most steps are only counted. The rest is done while timed steps are still to be read, when a
+        log may be due, and when the hooks return.
+        """
+        self.index += 1
+        self._newest_number = number
+        self._untimed.ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
+        if self.needs_updates:
+            self.optimizer.reset()
+        may_log = number >= self._log_due_at
+        if self.index < self._check_at and not may_log:
+            return
+        steps_since_check, self._checked_at = self.index - self._checked_at, self.index
+        if self._is_auto:
+            self._cost.end_span(self.index)
+        if may_log:
+            self._schedule_log(number, self.index - 1)
+        log_is_due = self._means.is_due
+        next_check = self.index + _CHECK_STEPS
+        if not self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check):
+            # Once the steps before are read, check only before the hooks return: the cost of timing
+            # is measured against the last steps before a window.
+            next_check = max(next_check, self._hooks_return_at - _CHECK_STEPS)
+        self._check_at = min(next_check, self._hooks_return_at)
+        if log_is_due:
+            self._write_log()
+            self._cost.start_span(self.index)  # Exclude the log from the measured host time.
+        # Otherwise an observer or a logger has removed the timer.
+        if self.mode is OFF and self.index >= self._hooks_return_at:
+            self._reattach_hooks()
+
+    def _reattach_hooks(self) -> None:
+        """Attach the hooks again, and start a step."""
+        self._cost.time_switch(self._boundaries.reattach, self.index)
+        self._enter(self._next_mode())
+        self._analyzer.timing_resumes()
+        self._work.reset()
+        if self.mode is not UNTIMED:
+            self.recorder.begin(self._first_label)
+        if self.mode is EXAMINED:
+            self._examine()
+
+    def keep_hooks(self) -> None:
+        """Keep the hooks in untimed steps from now on, because `has_only_fetched` needs them."""
+        self._keeps_hooks = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Attach the hooks again at the end of the open step."""
+        if self.mode is OFF:
+            self._hooks_return_at = self._check_at = self.index + 1
+
+    # The last step of a loop
+
+    def leave_loop(self, number: int) -> bool:
+        """End the step of this number at its last update, because the loop was left inside it.
+
+        Return False, and leave the step open, if it has no update or if a model was called after
+        the last update. In inference, the step ends at the last model call. The host does not wait
+        for the device, because the loop may have raised.
+        """
+        if get_ident() != self.recorder.threads.home:
+            return False  # Only the thread of the loop can end its step.
+        self._examiner.stop()
+        items = self._work.take_items()
+        # Calls in eval mode may be an evaluation.
+        if self.mode is not OFF and self.forward.evaluation.undecided:
+            self.forward.decide_evaluations()
+        if self.mode in (TIMED, EXAMINED):
+            has_ended = self._end_at_last_update(number, items)
+        elif self.mode is OFF and not self.needs_updates:
+            has_ended = True  # Without hooks, the update was not counted.
+        else:
+            has_ended = self.optimizer.has_updated
+        if not has_ended:
+            return False
+        self._newest_number = number
+        self._ended_ns = self._host_ns() - self._wall_clock.outside_ns
+        if not self.times_all:
+            self._add_duration()
+        self._schedule_log(number, self.index)
+        self._boundaries.step_ended()
+        self.index += 1
+        if not self.times_all:
+            if self.mode is not OFF:
+                self._start_planned_step()
+            elif self.index >= self._hooks_return_at:
+                self._reattach_hooks()
+        return True
+
+    def _end_at_last_update(self, number: int, items: float) -> bool:
+        """End the open, timed step at its last update. Return False if it continues after that."""
+        recorder = self.recorder
+        is_inference = not self.optimizer.has_any and BACKWARD not in recorder.open.phases
+        if not self.optimizer.has_any and not is_inference:
+            # No hook has marked the update, because the timer has no optimizer. It counts as
+            # `other`.
+            recorder.mark_instead(OTHER, of=AFTER_BACKWARD)
+            recorder.mark(AFTER_UPDATE)
+        last_label = AFTER_FORWARD if is_inference else AFTER_UPDATE
+        index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
+        return recorder.end_at(last_label, number, index, items)
+
+    @property
+    def ended_ns(self) -> int:
+        """Cumulative time of all steps that have ended (in nanoseconds)."""
+        return max(self._ended_ns, self._untimed.since_ns)
+
+    # Logs on request
+
     def publish(self) -> None:
         """Read the steps that have ended, and publish their means to other callbacks.
 
@@ -806,7 +804,7 @@ class Session:
         newest = self._newest_number
         if not self.times_all and newest is not None:
             self._results.settle(newest, until=self.index)
-            if self._log_due_at is not None and newest >= self._log_due_at:
+            if newest >= self._log_due_at:
                 # Log now: loggers would add a later log to their row of the next epoch.
                 self._log_due_at = self._means.next_due(newest)
                 self._means.log_at(newest)
@@ -816,18 +814,6 @@ class Session:
         """Log the steps since the last log, as far as they can be read without waiting."""
         self.drain()
         self._means.log_means()
-
-    def _log_last_steps(self) -> None:
-        """Log the steps since the last log, at the end of the session."""
-        newest = self._newest_number
-        if newest is None:  # No step has ended, so this only ends the logs.
-            self._means.log_means()
-            return
-        self._results.settle(newest, until=self.index)
-        if self.times_all:
-            self._means.log_means()
-        else:  # The newest step may be untimed, so give the number to log it under.
-            self._means.log_at(newest)
 
     # Other events
 
@@ -927,6 +913,18 @@ class Session:
             self._readers = []
             self.recorder.pending.end()
 
+    def _log_last_steps(self) -> None:
+        """Log the steps since the last log, at the end of the session."""
+        newest = self._newest_number
+        if newest is None:  # No step has ended, so this only ends the logs.
+            self._means.log_means()
+            return
+        self._results.settle(newest, until=self.index)
+        if self.times_all:
+            self._means.log_means()
+        else:  # The newest step may be untimed, so give the number to log it under.
+            self._means.log_at(newest)
+
     def abandon(self) -> list[Any]:
         """End all timing in a forked process, or once the timer was deleted.
 
@@ -1000,11 +998,6 @@ class NoSession:
         # A copy is the same object.
         return "REMOVED" if self.was_attached else "NEVER_ATTACHED"
 
-    def end_step(self, number: int, label: str = DATA) -> bool:
-        return True
-
-    end_step_without_hooks = end_step
-
     def _ignore(self, *_: Any, **__: Any) -> bool:
         return False
 
@@ -1012,7 +1005,9 @@ class NoSession:
     continue_in_loop = rely_on_updates = has_only_fetched = begin_step = restart_second_step = (
         _ignore
     )
-    leave_loop = keep_hooks = publish = log_means = set_loader = start_epoch = _ignore
+    end_step = end_step_without_hooks = leave_loop = keep_hooks = publish = log_means = (
+        set_loader
+    ) = start_epoch = _ignore
     compare_ranks = call_own = flush = drain = finish = abort = remove = lose = _ignore
 
 
