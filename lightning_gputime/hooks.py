@@ -118,10 +118,33 @@ class Steps(Generic[T]):
 class _PlainLoop(BatchState):
     """Batches, micro-batches and steps of a plain loop: it decides where each step ends.
 
-    `_body` has three states: `None` (no batch is open), a batch that is `open`, and a batch that
-    was `stepped`, because its body has called `step()`.
+    `_body` is `none` if no batch is open, else `open`, or `stepped` if the body has called
+    `step()`: then only such calls end its batches. Events:
 
-    TABLE
+    - `yield`: a loop over `steps` yields a batch. `next`: it asks for the next batch.
+    - `step`: the loop calls `step()`.
+    - `leave`: the loop is left early, or another loop starts.
+    - `restart`: another loop starts after a batch has ended, in a step that has not.
+
+    The end of a micro-batch is also the end of its step if it was the last, or if an optimizer has
+    updated. The last column names functions of `tests/test_steps.py`.
+
+    | body | event | next body | ends | shown by |
+    |---|---|---|---|---|
+    | none | yield | open | | each loop over `steps()` |
+    | none | step | none | micro-batch | each loop that only calls `step()` |
+    | open | next, after work | none | micro-batch | each loop over `steps()` |
+    | open | next, but no work | open | | `batch_without_work_is_part_of_the_next_step` |
+    | open | next, after an evaluation | none | step, dropped | `evaluation_in_the_body_of_steps` |
+    | open | step | stepped | micro-batch | `step_called_inside_steps` |
+    | stepped | next, if the step has work | none | | `step_called_inside_steps` |
+    | stepped | next, if it has none | stepped | | `step_called_inside_steps` |
+    | open | leave, after the update | none | step | `loop_left_early` |
+    | open | leave, if the update may follow | none | micro-batch | `accumulation_left_early` |
+    | open | leave, otherwise | none | | `loop_left_before_its_update` |
+    | none | end of a loop that looks ahead | open | | `prefetching_iterator` |
+    | none | restart, after a late update | none | step | `update_after_the_loop` |
+    | none | restart, otherwise | none | | `accumulation_across_epochs` |
 
     Args:
         accumulate_grad_batches: Micro-batches per step; `sys.maxsize` if only an update ends a

@@ -319,6 +319,20 @@ def test_step_after_remove_does_nothing(loop: Loop, where: str, accumulate: int)
     assert steps(timer) == [{**STEP_MS, "data": 1.125, "other": 0.0}]
 
 
+def test_observer_may_remove_the_timer_at_an_examined_step(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    def remove(step: Any) -> None:
+        if step.step == 12:  # The first examined step.
+            timer.remove()
+
+    timer = hooks(loop, lines=True, observers=[remove])
+    with timer:
+        loop.train_all(timer.steps(loop.batches(20)))
+    assert timer.history()["step"].tolist() == [*range(13)]
+    assert not caplog.messages
+
+
 class Epochs(DataLoader[Any]):
     """A loader with `set_epoch` whose fetches take 1 ms."""
 

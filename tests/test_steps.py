@@ -367,6 +367,18 @@ def step_called_in_an_optimizer_hook(loop: Loop, timer: GPUPhaseHooks) -> None:
     hook.remove()
 
 
+@scene([accumulated(4)] * 3, accumulate_grad_batches="auto")
+def accumulation_left_early(loop: Loop, timer: GPUPhaseHooks) -> None:
+    number = 0
+    for _ in range(4):
+        for x in islice(timer.steps(loop.batches(9)), 3):
+            loop.micro_batch(x)
+            number += 1
+            if number % 4 == 0:
+                loop.update()
+        loop.gpu.work(50.0)
+
+
 # Batches without work, or with the work of another model
 
 
@@ -576,6 +588,28 @@ def validation_after_an_update_by_hand(loop: Loop, timer: GPUPhaseHooks, is_befo
         timer.step()
         if number % 6 == 0 and not is_before:
             evaluate(loop, 4)
+
+
+@scene([STEP_MS] * 6)
+def evaluation_in_the_body_of_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for _ in range(2):
+        loop.train_all(timer.steps(loop.batches(3)))
+        for _ in timer.steps(loop.batches(2)):
+            evaluate(loop)
+
+
+# A new measurement does not continue the evaluation.
+@scene([STEP_MS] * 3)
+def timer_attached_again_in_an_evaluation(loop: Loop, timer: GPUPhaseHooks) -> None:
+    loop.train_all(timer.steps(loop.batches(3)))
+    loop.model.eval()
+    with torch.no_grad():
+        for _ in timer.steps(loop.batches(2)):
+            timer.remove()
+            timer.attach()
+            break
+    loop.model.train()
+    loop.train_all(timer.steps(loop.batches(3)))
 
 
 @scene([times(forward=8.0, loss=1.0, backward=16.0, optimizer=4.0, other=4.25)] * 12)

@@ -64,14 +64,30 @@ _NO_BATCH = object()
 class Mode(Enum):
     """Mode of a session: whether it is attached, and how it records the open step.
 
-    MODETABLE
+    | mode | event | next mode | shown by |
+    |---|---|---|---|
+    | `NEW` | `attach` | `ATTACHED` | each loop |
+    | any but `OFF` | a loop starts, in a window | `TIMED` | each loop |
+    | any but `OFF` | a loop starts between windows | `UNTIMED` | conformance, 1 of 4 steps timed |
+    | any but `EXAMINED` | end, the next step is in a window | `TIMED` | same |
+    | any but `EXAMINED` | end, it is between windows | `UNTIMED` | same |
+    | any but `EXAMINED` | end, it is to be examined | `EXAMINED` | `test_ledger` |
+    | `UNTIMED` | its start, if hooks are not needed soon | `OFF` | `test_untimed` |
+    | `OFF` | a loop starts | `OFF` | `test_untimed` |
+    | `EXAMINED` | its start, if lines cannot be followed | `TIMED` | `test_ledger` |
+    | `EXAMINED` | end, if all steps are timed | `TIMED` | `test_ledger` |
+    | `EXAMINED` | end, if not | `UNTIMED` | `test_ledger` |
+    | all but `NEW` | `remove`, `abandon` | `ENDED` | `test_nothing_stays` |
+
+    An end is a call of `end_step`, `end_step_without_hooks` or `leave_loop` that ends a step. The
+    last column names files in `tests`.
     """
 
     NEW = "not attached"
     ATTACHED = "attached, no step is open"
     TIMED = "the step is timed"
     EXAMINED = "the step is timed, with a mark at each line of the user's code"
-    UNTIMED = "the step is counted"
+    UNTIMED = "the step is counted, and hooks record nothing"
     OFF = "the step is counted, without hooks"
     ENDED = "removed"
 
