@@ -118,13 +118,8 @@ class Session:
     Lightning. So the hooks are removed at the end of a step if the next window is at least one step
     away, and return at the first step of that window. In a plain loop they return one step earlier,
     because only the previous step shows which calls in eval mode are an evaluation. Without hooks,
-    the end of each step only reads the clock, until the timed steps before can be read. The hooks
-    stay attached:
-
-    - in the first 20 steps, which show what the loop calls and captures,
-    - with compiled code, which would recompile,
-    - in loops that evaluate the model inside steps, because hooks measure the time of evaluations,
-    - with several timers or nested loops over `steps()`, which must see all calls of a model.
+    the end of each step only reads the clock, until the timed steps before can be read. Loops that
+    need the hooks in all steps are listed in `_start_planned_step`.
 
     Args:
         options: Options of the timer.
@@ -437,26 +432,16 @@ class Session:
         if self.mode is OFF:
             self.end_step_without_hooks(number)
             return
-        recorder, wall_clock, mode, index = self.recorder, self._wall_clock, self.mode, self.index
+        recorder, mode, index = self.recorder, self.mode, self.index
         is_timed = mode in (TIMED, EXAMINED)
 
-        # End what runs inside the step only, and read its end on the host's clock.
-        examination_cost = 0.0  # Time that this step took longer than the mean step, in mean steps.
+        # Count the step, its work and its duration.
         if mode is EXAMINED:
             self._examiner.stop()
         elif mode is TIMED and self._time_trial is not None:
             self._time_trial()
         now_ns = self._host_ns()
-        if mode is EXAMINED:
-            took_ns = wall_clock.steps_ns(now_ns) - self._examination_ns
-            n_before = max(index - _FIRST_STEPS, 1)
-            mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
-            examination_cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
-
-        # Count the step, its work and its duration.
         self.index, self._newest_number = index + 1, number
-        if self.index == _FIRST_STEPS:
-            self._first_ended_ns = wall_clock.steps_ns(now_ns)
         self._analyzer.allocator.end_step(now_ns)
         items = self._work.take_items()
         if self._batches.open is not None:
@@ -466,12 +451,15 @@ class Session:
         log_is_due = self._means.is_due
         # This may exclude evaluations from the step: read `outside_ns` after it.
         skipped_update = self._boundaries.step_ended(timed=is_timed)
-        self._ended_ns = now_ns - wall_clock.outside_ns
+        self._ended_ns = now_ns - self._wall_clock.outside_ns
+        if self.index == _FIRST_STEPS:
+            self._first_ended_ns = self._ended_ns
         if not self.times_all:
             self._add_duration()
             self._starts_drained = mode is EXAMINED
 
-        # End its marks. This reads steps that have finished, and passes them to `_take`.
+        # End its marks, or count it as untimed. Both read steps that have finished, and pass them
+        # to `_take`.
         if is_timed:
             gpu_clock = self._surroundings.gpu
             if gpu_clock.is_due and not recorder.named.names and mode is TIMED:
@@ -492,7 +480,7 @@ class Session:
         if self._is_auto:
             self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
         if mode is EXAMINED:
-            self._step_examined(number, index, examination_cost)
+            self._step_examined(number, index)
 
         # Log it, and compare the ranks.
         if log_is_due and not self.times_all:  # If all steps are timed, `_take` has logged it.
@@ -509,7 +497,7 @@ class Session:
         if not self.times_all:
             self._start_planned_step()
         elif mode is EXAMINED:
-            self._enter(TIMED)  # No step after an examined step is examined.
+            self._enter(TIMED)  # The device has no work queued, so do not examine this step.
         elif mode is TIMED and self.index >= self._examinations.next_index:
             self._examine()
 
@@ -590,8 +578,9 @@ class Session:
         slow_steps = self._analyzer.newest
         if not self._on_step and not slow_steps:
             return
-        for step in steps if self._on_step else ():
-            call_safely(self._on_step, step.times())
+        if self._on_step:
+            for step in steps:
+                call_safely(self._on_step, step.times())
         for slow_step in slow_steps:
             call_safely(self._on_slow_step, slow_step)
         # End the span that the analyzer has started, and start another for the loggers.
@@ -600,12 +589,16 @@ class Session:
 
     def _log(self, steps: ReadSteps) -> None:
         """Add steps to the means. If every step is timed, also write the logs that are due."""
-        has_logged = self._means.take(steps)
-        if has_logged:
+        if self._means.take(steps):
             self._analyzer.end_callback("the timer's logging")
 
-    def _step_examined(self, number: int, index: int, cost: float) -> None:
-        """Keep what the examiner has found in an examined step, and choose the next such step."""
+    def _step_examined(self, number: int, index: int) -> None:
+        """Keep what the examiner has found in a step, and choose the next step to examine."""
+        # Time that this step took longer than the mean step before it, in mean steps.
+        took_ns = self._ended_ns - self._examination_ns
+        n_before = max(index - _FIRST_STEPS, 1)
+        mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
+        cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
         self._ledger.unavailable = self._examiner.unavailable
         self._ledger.trained_tensors[number] = len(self._examiner.trained)
         self._examinations.step_examined(index, cost)
@@ -630,16 +623,16 @@ class Session:
         if self.mode is UNTIMED:
             recorder.stop()
             needs_hooks = (
-                index < _MIN_INDEX_OFF
-                or self._keeps_hooks
-                or self.forward.evaluation.has_found
-                or len(_attached) > 1
+                index < _MIN_INDEX_OFF  # The first steps show what the loop calls and captures.
+                or self._keeps_hooks  # Nested loops must see all calls of a model,
+                or len(_attached) > 1  # and so must several timers.
+                or self.forward.evaluation.has_found  # Hooks time the evaluations inside steps.
             )
-            if not needs_hooks:  # The docstring of the class gives the reasons.
+            if not needs_hooks:
                 # An examination that is overdue, because this step starts drained, is due next.
                 examined_at = max(self._examinations.next_index, index)
                 return_at = int(min(self.schedule.next_timed(index), examined_at)) - self._margin
-                if return_at > index and not has_compiled():
+                if return_at > index and not has_compiled():  # Compiled code would recompile.
                     self._remove_hooks(return_at)
         elif mode_before is UNTIMED:  # After a timed step, its last mark has started this step.
             recorder.begin(self._first_label)
