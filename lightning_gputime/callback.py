@@ -60,6 +60,15 @@ _MAX_MISSING_UPDATES, _MAX_MISSING_MANUAL = 100, 20
 class Fit(BatchState):
     """One fit of a trainer: it notifies a session of the epochs, batches and updates.
 
+    While the session has hooks (its mode is not `OFF`), a batch has three states:
+
+    | `_in_batch`, `is_open` | event | next |
+    |---|---|---|
+    | False, False | `batch_begins` | True, True |
+    | True, True | a callback starts (`start_callback`) | True, False |
+    | True, False | the work on the batch starts (`start_step`) | True, True |
+    | any | `batch_ends`, or an epoch starts | False, False |
+
     Args:
         trainer: The Trainer.
         model: The LightningModule.
@@ -69,8 +78,6 @@ class Fit(BatchState):
     """
 
     is_open = False
-    has_hooks = True
-    """False while steps are only counted. Then the trainer need not report the start of a batch."""
 
     def __init__(
         self,
@@ -89,8 +96,7 @@ class Fit(BatchState):
         self._step_number = lightning_.step_counter(trainer)
         self.row = dict[str, float]()
         """Further values of each logged row: the epoch of its steps."""
-        # True between our hooks at the start and at the end of a batch, while there are hooks.
-        self._in_batch = False
+        self._in_batch = False  # True between our hooks at the start and at the end of a batch.
         # True for a `training_step(dataloader_iter)`, which fetches its batches itself.
         self._step_fetches = "dataloader_iter" in signature(model.training_step).parameters
         # True if micro-batches have ended since the last step. A step may span epochs.
@@ -201,7 +207,7 @@ class Fit(BatchState):
             if batch is None and not (self._in_batch or self._step_fetches):
                 return
             session = self._session
-            if not self.has_hooks:
+            if session.mode is OFF:
                 # Until the hooks return, the trainer's count of batches ends steps, unless it was
                 # wrong before. Without calls of functions, because most batches end here.
                 n, trainer = batch_idx + 1, self.trainer
@@ -269,11 +275,7 @@ class Fit(BatchState):
 
     def _follow_hooks(self) -> None:
         """Remove or attach the trainer's actions, as the session has done with its hooks."""
-        has_hooks = self._session.mode is not OFF
-        if has_hooks is self.has_hooks:
-            return
-        self.has_hooks = has_hooks
-        if has_hooks:
+        if self._session.mode is not OFF:
             self._restore_hooks((_BATCH_START,))
             self._actions.resume()
             return
@@ -563,7 +565,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         fit = self._fit
-        if fit is not None and fit.has_hooks:
+        if fit is not None and self._session.mode is not OFF:
             fit.batch_begins(batch)
 
     def on_train_batch_end(

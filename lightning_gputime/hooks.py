@@ -283,7 +283,7 @@ class _PlainLoop(BatchState):
             return
         if not self.is_open:
             timer._safely(timer._end_evaluation)  # Its loop was left early, or continues later.
-        if session.mode is OFF:
+        if session.mode is OFF:  # `end_step` would do the same, with one more call.
             session.end_step_without_hooks(self._step)
         else:
             session.end_step(self._step)
