@@ -80,6 +80,13 @@ def test_long_untimed_step_is_reported_as_not_sampled() -> None:
         assert shares + summary.measurement.not_sampled_share == pytest.approx(1.0)
 
 
+# Step 29 is examined, so the device has no work queued at the start of step 30.
+@pytest.mark.parametrize(("long_step", "max_ms"), [(30, 100.0), (31, 3000.0), (43, 3000.0)])
+def test_only_the_step_after_an_examined_step_is_left_out(long_step: int, max_ms: float) -> None:
+    trained = train(60, "fetch", lambda i: 3000.0 if i == long_step else 100.0, every_n_steps=30)
+    assert trained.timer.summary().step.max_ms == pytest.approx(max_ms, rel=0.02)
+
+
 def test_pauses_between_untimed_steps_belong_to_no_step() -> None:
     def train_with(pause_ms: float) -> GPUPhaseHooks:
         clock = HostClock()

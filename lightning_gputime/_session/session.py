@@ -623,15 +623,15 @@ class Session:
         if self.mode is UNTIMED:
             recorder.stop()
             needs_hooks = (
-                index < _MIN_INDEX_OFF  # The first steps show what the loop calls and captures.
+                self._starts_drained  # Only `end_step` leaves such a step out of the statistics.
+                or index < _MIN_INDEX_OFF  # The first steps show what the loop calls and captures.
                 or self._keeps_hooks  # Nested loops must see all calls of a model,
                 or len(_attached) > 1  # and so must several timers.
                 or self.forward.evaluation.has_found  # Hooks time the evaluations inside steps.
             )
             if not needs_hooks:
-                # An examination that is overdue, because this step starts drained, is due next.
-                examined_at = max(self._examinations.next_index, index)
-                return_at = int(min(self.schedule.next_timed(index), examined_at)) - self._margin
+                next_timed = min(self.schedule.next_timed(index), self._examinations.next_index)
+                return_at = int(next_timed) - self._margin
                 if return_at > index and not has_compiled():  # Compiled code would recompile.
                     self._remove_hooks(return_at)
         elif mode_before is UNTIMED:  # After a timed step, its last mark has started this step.
