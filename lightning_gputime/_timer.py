@@ -42,7 +42,7 @@ from lightning_gputime._runs.environment import (
 )
 from lightning_gputime._runs.saved import LiveFile, Run
 from lightning_gputime._session.evaluation import Evaluations
-from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, AnySession, Session
+from lightning_gputime._session.session import NEVER_ATTACHED, NEW, REMOVED, AnySession, Session
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -285,7 +285,7 @@ class Timer(Tabular):
         """Remove a session that has ended, and drop the reference to it."""
         session.remove()
         if self._session is session:  # Otherwise an observer has attached the timer again.
-            self._session = REMOVED if session.was_attached else NEVER_ATTACHED
+            self._session = NEVER_ATTACHED if session.mode is NEW else REMOVED
 
     def _detach(self) -> None:
         try:

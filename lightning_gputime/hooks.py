@@ -186,7 +186,7 @@ class _PlainLoop(BatchState):
 
     def iterate(self, timer: "GPUPhaseHooks", iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of a loader, and end a batch after each."""
-        if not timer._session.was_attached:
+        if timer._session.mode is NEW:
             raise RuntimeError(f"steps() needs an attached timer. {timer._USE}")
         if self._body is not None:
             # A loop runs in the body of another loop over `steps`. Only with hooks can

@@ -25,7 +25,7 @@ class Search(Enum):
 
 
 class BatchState:
-    """State of the current batch: always open, unless a front end reports its batches.
+    """State of the current batch: always open, unless a front end closes it.
 
     Attributes:
         is_open: True while the loop works on a batch. Model calls outside of it belong to other

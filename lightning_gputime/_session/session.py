@@ -287,11 +287,6 @@ class Session:
 
     # Attach
 
-    @property
-    def was_attached(self) -> bool:
-        """True from the first successful `attach` on."""
-        return self.mode is not NEW
-
     def attach(self) -> None:
         """Attach the hooks. If that fails or is interrupted, remove all of them."""
         try:
@@ -1001,11 +996,11 @@ class NoSession:
     )
 
     def __init__(self, mode: Mode) -> None:
-        self.mode, self.was_attached = mode, mode is ENDED
+        self.mode = mode
 
     def __reduce__(self) -> str:
         # A copy is the same object.
-        return "REMOVED" if self.was_attached else "NEVER_ATTACHED"
+        return "REMOVED" if self.mode is ENDED else "NEVER_ATTACHED"
 
     def _ignore(self, *_: Any, **__: Any) -> bool:
         return False
