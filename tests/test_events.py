@@ -20,7 +20,6 @@ from lightning_gputime._record.clock import (
     DeviceClock,
     HostClock,
     LoopTime,
-    clock_for,
     loop_time,
 )
 from lightning_gputime._record.recorder import Recorder
@@ -195,17 +194,6 @@ def test_marks_look_for_a_capture_unless_on_the_default_stream(stream: int, quer
     recorder.mark("forward")
     recorder.end_step(0)
     assert clock.is_capturing.call_count == queries
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here the device is available")
-def test_missing_device_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'cuda:3' cannot be timed here"):
-        clock_for(torch.device("cuda:3"))
-
-
-def test_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(clock_for(torch.device("cpu"), report_cpu=True), HostClock)
-    assert "host's clock" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])  # NPU is a private backend.

@@ -13,7 +13,6 @@ from lightning_gputime import GPUPhaseHooks, phase
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
-    EXCLUDED,
     in_order,
     resolve_labels,
 )
@@ -127,16 +126,6 @@ def test_time_after_backward_is_other_before_the_next_micro_batch(between: str) 
     labels = ("backward", AFTER_BACKWARD, between, "forward", "backward", AFTER_BACKWARD)
     resolved = resolve_labels((*labels, AFTER_UPDATE))
     assert (resolved[1], resolved[5]) == (("other",), ("optimizer",))
-
-
-def test_sub_phases_also_count_for_their_parents() -> None:
-    assert resolve_labels(("forward/body", "forward", "a/b/c", EXCLUDED, "data")) == (
-        ("forward", "forward/body"),
-        ("forward",),
-        ("a", "a/b", "a/b/c"),
-        (),
-        ("data",),
-    )
 
 
 def test_phases_are_sorted_in_the_order_of_a_step() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fake_gpu import FakeEvent, FakeGPU, raw
 
 from lightning_gputime import StepTimes
-from lightning_gputime._phases import EXCLUDED, LineTime, StepRecord, resolve_labels
+from lightning_gputime._phases import EXCLUDED, LineTime, StepRecord
 from lightning_gputime._record.pending_steps import LineMark, Wait
 from lightning_gputime._record.recorder import Recorder
 
@@ -218,17 +218,6 @@ def test_marks_divide_a_step_into_phases(
     assert recorder.phases() == phases
 
 
-def test_host_waits_once_per_step_for_the_previous(gpu: FakeGPU, recorder: StoringRecorder) -> None:
-    for number in range(5):
-        recorder.step(number)
-        assert len(gpu.waits) == number
-        assert recorder.numbers() == list(range(number))
-    # A step takes 10 ms on the device and 2 ms on the host.
-    assert [times.host_wait_ms for times in recorder.emitted] == [7.0, 8.0, 8.0, 8.0]
-    # An entire step is queued when the host continues.
-    assert gpu.free_at - gpu.now == 10_000_000
-
-
 @pytest.mark.parametrize(
     ("script", "waits"),
     [
@@ -254,19 +243,6 @@ def test_step_can_be_waited_for_at_its_end_with_all_earlier_steps(gpu: FakeGPU) 
     assert [(times.step, times.step_ms) for times in recorder.emitted] == [(0, 11.0), (1, 10.0)]
     recorder.step(2)
     assert recorder.numbers() == [0, 1]
-
-
-def test_step_that_ends_in_a_pause_is_dropped_but_counts_for_the_lag(
-    gpu: FakeGPU, recorder: StoringRecorder
-) -> None:
-    recorder.step(0)
-    recorder.pause()
-    recorder.end_step(1)
-    assert recorder.numbers() == [0]
-    assert recorder.label == "data"
-    recorder.step(2)
-    recorder.pending.flush()
-    assert recorder.numbers() == [0, 2]
 
 
 def test_mark_reached_after_its_step_is_waited_for(gpu: FakeGPU, recorder: StoringRecorder) -> None:
@@ -572,25 +548,3 @@ def test_wait_whose_mark_fails_drops_only_its_step(
     assert recorder.label is None
     recorder.play("end; mark forward; 4; wait; end")
     assert recorder.phases() == [{"data": 0.0, "forward": 7.0, "forward/comm": 3.0}]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "phase"),
-    [
-        ("data", ["forward"], "forward"),
-        ("other", ["forward"], "forward"),
-        ("forward", ["backward"], "forward"),
-        ("<after forward>", ["backward"], "backward"),
-        ("<after forward>", ["forward"], "forward"),
-        ("backward", ["backward"], "backward"),
-        ("<after backward>", ["forward", "backward"], "forward"),
-        ("<after backward>", ["backward"], "backward"),
-        ("<after backward>", ["<after update>"], "backward"),
-        ("optimizer", ["<after update>"], "optimizer"),
-        ("<after update>", ["data"], "other"),
-        ("augment/part", ["forward"], "augment"),
-    ],
-)
-def test_pipeline_receive_is_in_the_next_pass(before: str, after: list[str], phase: str) -> None:
-    labels = (before, "<receives>", "<continues>", *after)
-    assert resolve_labels(labels)[1] == (phase, f"{phase}/comm")

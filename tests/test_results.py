@@ -32,15 +32,6 @@ def summarize(*steps: StepRecord, **options: Any) -> PhaseSummary:
     return summary_of(filled(*steps, **options))
 
 
-def test_history_has_a_row_per_step_and_nan_for_absent_phases() -> None:
-    results = filled(raw(3, 0.5, forward=2.0), raw(4, data=1.0, forward=3.0))
-    history = results.history_and_warmup()[0]
-    assert history.dtype.names == ("step", "step_ms", "host_wait_ms", "data_ms", "forward_ms")
-    first, second = history.tolist()
-    assert first == pytest.approx((3, 2.0, 0.5, math.nan, 2.0), abs=0.0, nan_ok=True)
-    assert second == (4, 4.0, 0.0, 1.0, 3.0)
-
-
 def test_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:
     results = filled(raw(0, 1.0, forward=2.0, backward=6.0), raw(1, 3.0, forward=4.0, backward=8.0))
     summary = summary_of(results)
@@ -68,13 +59,6 @@ def test_table_explains_shares_of_phases_that_run_rarely(every: int, is_explaine
     assert (text in str(summary)) == is_explained
 
 
-def test_warm_up_steps_are_left_out_and_counted() -> None:
-    steps = [raw(step, forward=100.0 if step < 2 else 1.0) for step in range(5)]
-    summary = summarize(*steps, warmup_steps=2)
-    assert (summary.steps, summary.measurement.warmup_steps) == (3, 2)
-    assert summary.rows["forward"].max_ms == summary.rows["forward"].p95_ms == 1.0
-
-
 def test_run_shorter_than_the_warm_up_shows_the_warm_up() -> None:
     summary = summarize(raw(0, forward=1.0), warmup_steps=5)
     assert (summary.steps, summary.rows["forward"].mean_ms) == (1, 1.0)
@@ -84,15 +68,6 @@ def test_run_shorter_than_the_warm_up_shows_the_warm_up() -> None:
     assert (empty.steps, empty.rows, str(empty)) == (0, {}, "No step was timed.")
     assert math.isnan(empty.step.mean_ms)
     assert json.dumps(summary.to_dict(), allow_nan=False)
-
-
-def test_history_keeps_the_newest_steps_and_other_statistics_include_all() -> None:
-    steps = [raw(step, forward=float(step)) for step in range(10)]
-    results = filled(*steps, capacity=3, warmup_steps=1)
-    assert results.history_and_warmup()[0]["step"].tolist() == [7, 8, 9]
-    assert results.last == steps[-1].times()
-    forward = summary_of(results).rows["forward"]
-    assert (forward.n, forward.mean_ms, forward.max_ms, forward.p50_ms) == (9, 5.0, 9.0, 8.0)
 
 
 def test_table_of_a_summary_is_complete_and_aligned() -> None:

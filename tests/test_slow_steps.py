@@ -259,14 +259,6 @@ def test_slow_log_bounds_its_memory_between_logs() -> None:
     assert log.metrics(5_000, 10) == dict.fromkeys(sums, 0.0)
 
 
-def test_slow_steps_found_after_their_log_are_left_out() -> None:
-    log = SlowLog()
-    log.follow()
-    log.metrics(9, 10)
-    log.add(evidence(*(slow_step(number, 10.0) for number in (5, 9, 12))), has_baseline=True)
-    assert log.metrics(19, 10)["slow_excess"] == 1.0
-
-
 def test_slow_steps_are_explained_once_and_only_on_request(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
