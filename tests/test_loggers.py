@@ -1,22 +1,19 @@
 """Loggers, most of which are read back with their own reader."""
 
-import copy
 import csv
 import importlib
 import json
-import pickle
 import re
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
-from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
-from fake_loop import Loop, hooks
+from fake_lightning import Loader, Model, fit, timer_of, trainer
+from fake_loop import Loop
 from fake_loop import train as train_loop
 from lightning.pytorch.loggers import (
     CSVLogger,
@@ -176,28 +173,6 @@ def test_csv_rows_have_the_epoch_of_their_step(gpu: FakeGPU, tmp_path: Path) -> 
     assert [row["epoch"] for row in rows if row["phase_time/val/step_ms"]] == ["0", "1", "2"]
 
 
-class Wandb(MemoryLogger):
-    """A logger like W&B's, whose experiment has `define_metric`. Each call makes a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.run = Mock(spec=["define_metric"])
-
-    @property
-    def experiment(self) -> Any:
-        return self.run
-
-
-def test_wandb_rows_have_the_step_axis_of_lightning_and_the_epoch(gpu: FakeGPU) -> None:
-    logger = Wandb()
-    train(gpu, logger)
-    rows = [(step, row) for step, row in logger.phase_times() if "phase_time/step_ms" in row]
-    found = [(step, row["epoch"], row["phase_time/step_ms"]) for step, row in rows]
-    assert found == [(step, 0, MEANS_MS["phase_time/step_ms"]) for step in LOGGED]
-    # A pattern of the timer could replace Lightning's, and other loggers have another axis.
-    logger.run.define_metric.assert_not_called()
-
-
 def test_mlflow_stores_means(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
@@ -244,15 +219,3 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # A complete record, or the last part.
             yield record
             record = b""
-
-
-def test_logger_is_copied_and_pickled_while_attached(loop: Loop, tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path / "logs")
-    with hooks(loop, logger=logger):
-        assert "log_metrics" not in vars(logger)
-        copies = [copy.deepcopy([logger])[0], pickle.loads(pickle.dumps(logger))]
-    for item in copies:
-        # A copy logs to itself.
-        item.log_metrics({"loss": 1.0}, step=0)
-        assert item.experiment.metrics == [{"loss": 1.0, "step": 0}]
-    assert logger.experiment.metrics == []

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -498,18 +497,3 @@ def test_manual_builds_with_the_api_and_the_pictures(tmp_path: Path) -> None:
     assert 'src="../../images/overhead.png"' in cost
     address = "https://github.com/someone/timer/blob/v1.2.3/benchmarks/results/overhead.json"
     assert f'href="{address}"' in cost
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "broken", ["[x](nope.md)", "[x](tutorial.md#nope)", "::: lightning_gputime.Nope"]
-)
-def test_manual_with_a_broken_link_does_not_build(broken: str, tmp_path: Path) -> None:
-    pytest.importorskip("zensical")
-    docs = runpy.run_path(str(ROOT / ".ci/docs.py"))
-    docs["prepare"](tmp_path)
-    with (tmp_path / "docs/index.md").open("a") as page:
-        page.write(f"\n\n{broken}\n")
-    command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0

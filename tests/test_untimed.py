@@ -16,6 +16,7 @@ from fake_lightning import Loader, Model, fit, timer_of
 from fake_lightning import trainer as trainer_of
 from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
+from test_self_check import SkipsBatches, SkipsUpdates
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -95,16 +96,6 @@ class Accumulates(Model):
             optimizer.zero_grad()
 
 
-class SkipsUpdates(Model):
-    """A model that skips every seventh update."""
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        if args[1] % 7:
-            super().optimizer_step(*args, **kwargs)
-        else:
-            args[-1]()
-
-
 class CallsModel(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *outputs: Any) -> None:
         if outputs[1] is not None:
@@ -130,16 +121,6 @@ class ValidatesInside(Validates):
             trainer.fit_loop.epoch_loop.val_loop.run()
             connector._first_loop_iter, trainer.training = is_first, True
         return super().training_step(batch, batch_idx)
-
-
-class SkipsBatches(Model):
-    """A model that replaces every eighth batch by None, which Lightning skips."""
-
-    fetched = 0
-
-    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor | None:
-        self.fetched += 1
-        return batch if self.fetched % 8 else None
 
 
 RUNS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
