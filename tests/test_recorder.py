@@ -269,18 +269,23 @@ def test_drain_does_not_wait_for_unfinished_steps(gpu: FakeGPU, recorder: Storin
     assert (recorder.label, gpu.created) == ("forward", created)
 
 
-def test_reading_steps_breaks_no_capture_of_a_graph(gpu: FakeGPU) -> None:
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_recorder_breaks_no_capture_of_a_graph(gpu: FakeGPU, has_marks: bool) -> None:
     recorder = StoringRecorder(gpu)
-    recorder.step(0)
+    for number in range(3):
+        recorder.step(number)
+    recorder.pending.flush()  # Marks reuse events from now on.
+    recorder.step(3)
     with gpu.capture():
         recorder.pending.drain()
         recorder.pending.end_untimed(read=True)
-        recorder.step(1)
-    recorder.step(2)
-    recorder.step(3)
+        recorder.step(4) if has_marks else recorder.end_step(4)
+    recorder.step(5)
+    recorder.step(6)
     recorder.pending.flush()
     assert not gpu.capture_broken
-    assert recorder.numbers() == [0, 3]  # The step after the capture had already begun in it.
+    # The step after the capture had already begun in it.
+    assert recorder.numbers() == [0, 1, 2, 3, 6]
 
 
 @pytest.mark.parametrize("end", ["end_step", "end_untimed"])
