@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import hooks_of
-from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, steps
+from fake_gpu import STEP_MS, FakeEvent, FakeGPU, steps
 from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseHooks
@@ -137,17 +136,6 @@ def test_forked_process_records_no_events_and_keeps_training(loop: Loop) -> None
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         train(loop, timer, 3)
     assert steps(timer) == [STEP_MS] * 6
-
-
-@pytest.mark.usefixtures("max_marks_500")
-def test_long_accumulation_bounds_its_events(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    loop.optimizer = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)
-    with hooks(loop, accumulate_grad_batches=10_000, warmup_steps=5) as timer:
-        for x in timer.steps(loop.batches(1000)):
-            loop.micro_batch(x)
-            loop.gpu.work(2.0)  # An update without an optimizer.
-        assert loop.gpu.created == 500
-    assert caplog.text.count(DROPPED) == 1
 
 
 # Threads

@@ -189,17 +189,3 @@ def test_compat_looks_up_each_private_name_by_its_declaration() -> None:
     # A direct access would raise if a version lacks the name.
     compat = [tree for module, tree in MODULES.items() if room_of(module) == "_compat"]
     assert {name for tree in compat for name in private_attributes(tree)} <= ALLOWED
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        *("torch._C._current_graph_task_id()", "module._forward_hooks", "trainer.fit_loop"),
-        *("trainer._fit", "getattr(trainer, '_run_epoch')", "attrgetter('fit_loop.epoch_loop')"),
-        *("import torch._dynamo", "from torch import _C", "frame.f_code.co_name == 'a'"),
-        *("from torch.jit import _recursive", "from lightning.pytorch.loops import fit_loop"),
-        *("import torch.utils.weak", "from lightning.fabric.wrappers import _unwrap_objects"),
-    ],
-)
-def test_search_finds_private_names_of_other_libraries(code: str) -> None:
-    assert [*names_of_others(ast.parse(code))]

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from fake_gpu import STEP_MS, Layer
+from fake_gpu import STEP_MS
 from fake_loop import Logger, Loop, timed_indices
 from fake_loop import train as train_loop
-from sampling import BASE_MS, WARMUP, HostClock, train
-
-from lightning_gputime import GPUPhaseHooks
+from sampling import BASE_MS, train
 
 SHORT_MS = sum(BASE_MS.values())
 Extra = Callable[[int], float]
@@ -85,28 +82,6 @@ def test_long_untimed_step_is_reported_as_not_sampled() -> None:
 def test_only_the_step_after_an_examined_step_is_left_out(long_step: int, max_ms: float) -> None:
     trained = train(60, "fetch", lambda i: 3000.0 if i == long_step else 100.0, every_n_steps=30)
     assert trained.timer.summary().step.max_ms == pytest.approx(max_ms, rel=0.02)
-
-
-def test_pauses_between_untimed_steps_belong_to_no_step() -> None:
-    def train_with(pause_ms: float) -> GPUPhaseHooks:
-        clock = HostClock()
-        model = Layer(clock, BASE_MS["forward"], BASE_MS["backward"])
-        with GPUPhaseHooks(model, _clock=clock, warmup_steps=WARMUP) as timer:
-            for i, x in enumerate(timer.steps(torch.ones(2000, 4, 2))):
-                clock.host_work(BASE_MS["other"])
-                model(x).sum().backward()
-                if i % 70 == 0 and pause_ms:
-                    with timer.paused():
-                        clock.host_work(pause_ms)
-        return timer
-
-    found, without = (train_with(ms).summary() for ms in (50.0, 0.0))
-    assert found.steps < 1000
-    assert found.measurement.not_sampled_steps == 0
-    assert found.step.mean_ms == pytest.approx(without.step.mean_ms, rel=0.01)
-    assert found.step.max_ms < 2.0
-    assert found.wall_clock is not None
-    assert found.wall_clock.entries_s["paused"] == pytest.approx(29 * 0.05, rel=0.001)
 
 
 @pytest.mark.parametrize("lag", [1, 3])

@@ -1,6 +1,5 @@
 """Steps of plain loops of any shape, and the warnings where the end of a step is uncertain."""
 
-import copy
 import itertools
 import random
 import threading
@@ -811,22 +810,3 @@ def test_loader_that_raised_does_not_hide_later_evaluations(loop: Loop, raises: 
             evaluate(loop, 3)
     assert len(steps(timer)) == 8
     assert all(step.get("data", 0.0) <= 1.125 for step in steps(timer))
-
-
-def test_validation_of_a_copy_gets_advice_to_pause(loop: Loop) -> None:
-    ema = copy.deepcopy(loop.model).eval()
-    with hooks(loop) as timer:
-        for _ in range(4):
-            for x in loop.batches(25):
-                loop.train(x)
-                timer.step()
-            with torch.no_grad():
-                for _ in range(150):
-                    ema(torch.ones(1, 2))
-    summary = timer.summary()
-    advice = "wrap code that is not part of a step, such as validation, in `with timer.paused()`"
-    assert summary.verdict.endswith("mostly in a few steps, which may be evaluations")
-    assert (summary.diagnosis.code, summary.diagnosis.grade) == ("", "unknown")
-    assert summary.diagnosis.time_breakdown is not None
-    assert summary.diagnosis.time_breakdown["data"].speed_up is None
-    assert summary.advice[0] == f"`data` is long in only a few steps: {advice}"
