@@ -76,17 +76,9 @@ def test_self_check_finds_a_replaced_call(gpu: FakeGPU, caplog: pytest.LogCaptur
 
         forward = WithoutHooks.__call__
 
-    def train(model: nn.Module) -> GPUPhaseHooks:
-        optimizer = Adder(model.parameters(), gpu, 2.0)
-        with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
-            for x in timer.steps([torch.ones(1, 2)] * 60):
-                model(x).sum().backward()
-                optimizer.step()
-        return timer
-
-    assert not train(WithHooks()).summary().not_measured
+    assert not train_loop(Loop(gpu, WithHooks()), 60).summary().not_measured
     assert "replaces" not in caplog.text
-    summary = train(WithoutHooks()).summary()
+    summary = train_loop(Loop(gpu, WithoutHooks()), 60).summary()
     assert caplog.text.count("`WithoutHooks` replaces __call__ of torch.nn.Module") == 1
     assert summary.measurement.blurred == ("forward", "loss", "other")
 
