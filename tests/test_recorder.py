@@ -97,24 +97,6 @@ def recorder(gpu: FakeGPU) -> StoringRecorder:
 SAVES = "callbacks/Saves.on_train_batch_end"
 STEP = "mark forward; 4; mark backward; 6; end"
 SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
-    "a phase that did not run is absent": ("mark forward; end", [{"data": 0, "forward": 0}]),
-    "begin drops the marks of the open step": (
-        f"{STEP}; mark forward; 50; begin; {STEP}",
-        [{"data": 0, "forward": 4, "backward": 6}] * 2,
-    ),
-    "paused time is not part of any step": (
-        f"{STEP}; 3; pause; mark forward; 70; resume; resume other; 1; {STEP}",
-        [{"data": 0, "forward": 4, "backward": 6}, {"data": 1, "forward": 4, "backward": 6}],
-    ),
-    "a pause keeps the time before it": (
-        f"mark other; 2; mark {EXCLUDED}; pause; 35; pause; 35; resume other; 1;"
-        "mark backward; 4; end",
-        [{"data": 0, "other": 3, "backward": 4}],
-    ),
-    "resume without a pause does nothing": (
-        "mark forward; resume; 1; end",
-        [{"data": 0, "forward": 1}],
-    ),
     "a phase named while paused begins with the resume": (
         "mark forward; pause; enter_phase export; 70; resume; 2; leave_phase export; 1; end",
         [{"data": 1, "export": 2}],
@@ -127,14 +109,6 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
     "boundaries inside a named phase do not count": (
         "enter_phase teacher; mark forward; 2; mark other; 3; leave_phase teacher; 1; end",
         [{"data": 0, "teacher": 5, "other": 1}],
-    ),
-    "a named phase reaches across steps": (
-        "enter_phase all; 2; end; 2; end; leave_phase all; end",
-        [{"data": 0, "all": 2}, {"all": 2}, {"all": 0, "data": 0}],
-    ),
-    "data follows a named phase that ends in a later step": (
-        "mark forward; enter_phase all; end; leave_phase all; 1; end",
-        [{"data": 0, "forward": 0, "all": 0}, {"all": 0, "data": 1}],
     ),
     "named phases can end in any order": (
         "enter_phase fetch; 1; enter_phase load; 2; leave_phase fetch; 4; leave_phase load; 8; end;"
@@ -171,10 +145,6 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         "wait; 4; mark <after forward>; relabel_before forward, loss; mark backward; 8; end",
         [{"data": 0, "loss": 14, "loss/comm": 6, "backward": 8}],
     ),
-    "a pause of an evaluation keeps the waits before it": (
-        "mark forward; 4; mark other; 1; wait; pause; wait; 16; resume other; wait; end",
-        [{"data": 0, "forward": 4, "other": 3, "other/comm": 3}],
-    ),
     "a wait in a pause by hand is not counted": (
         f"mark forward; 4; wait; enter_phase {EXCLUDED}; wait; 13; leave_phase {EXCLUDED}; 1; wait;"
         "end",
@@ -189,14 +159,6 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         "mark data; 1; wait; mark <evaluation>; 4; wait; pause <evaluation>; 16; wait; resume data;"
         "mark data; 2; wait; mark forward; 4; end",
         [{"data": 5, "data/comm": 3, "forward": 4}],
-    ),
-    "waits before an evaluation are kept": (
-        "mark forward; 4; wait; mark <evaluation>; 4; wait; pause <evaluation>; resume data; end",
-        [{"data": 0, "forward": 7, "forward/comm": 3}],
-    ),
-    "a wait in a callback is not part of data": (
-        f"mark {SAVES}; 1; wait; mark data/fetch; 2; end",
-        [{"data": 2, "data/fetch": 2, "callbacks": 4, "callbacks/comm": 3, SAVES: 1}],
     ),
     "a wait after the end of a step is not part of it": (
         "mark forward; 4; mark backward; 8; wait; mark optimizer; 2; mark <after update>; 1; wait;"
