@@ -488,12 +488,6 @@ SAMPLING = Culprit("data/fetch", "Balanced", seconds=9.0, calls=100, share=0.9, 
             " often",
         ),
         (
-            on_host({"other": 13.6}, replace(TOPK, file="/tmp/ipykernel_71/3747.py")),
-            {},
-            "`topk` (cell:52) takes 13.6 ms of 27.2 ms per step: make it faster, or run it less"
-            " often",
-        ),
-        (
             on_host({"other": 13.6}, lines_unavailable="pdb traces"),
             {},
             "`other` takes 13.6 ms of 27.2 ms per step, at unknown lines (pdb traces): name its"
