@@ -638,7 +638,7 @@ class Excess:
         for name, part in self.parts.items():
             device_ms, host_ms, noise_ms = baseline.parts_ms.get(name, (0.0, 0.0, 0.0))
             part.device_excess_ms = max(part.device_ms - device_ms, 0.0)
-            part.idle_ms = min(part.idle_ms, part.device_excess_ms)
+            part.idle_ms = min(part.idle_ms, part.device_excess_ms)  # It may be infinite so far.
             waited_ms = sum(part.take(*wait) for wait in waits_inside)
             # The usual host time includes the usual wait, so subtract only the rest of the wait.
             excess_ms = part.host_ms - host_ms - max(waited_ms - baseline.wait_ms, 0.0)

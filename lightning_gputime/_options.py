@@ -213,8 +213,8 @@ def takes_options(cls: type[T]) -> type[T]:
     ]
     signature = inspect.signature(init).replace(parameters=[*named, *in_place_of_last])
     _, *known = signature.parameters  # Without `self`.
-    is_positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    _, *by_position = [p.name for p in signature.parameters.values() if p.kind is is_positional]
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    _, *by_position = [p.name for p in signature.parameters.values() if p.kind is positional]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
@@ -224,6 +224,7 @@ def takes_options(cls: type[T]) -> type[T]:
                 f"{cls.__name__} takes its options by name, got {format_value(surplus[0])} by"
                 f" position: write {cls.__name__}({call})"
             )
+        # `AllOptions` has private options as well, which tests pass.
         for option in options.keys() - known - AllOptions.__annotations__.keys():
             fix = suggest(option, known)
             if option == "save_path":  # Only `GPUPhaseTimer` has it.

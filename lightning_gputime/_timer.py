@@ -95,8 +95,8 @@ class Timer(Tabular):
     """
 
     _USE = "The timer was never attached."  # How to use the timer, shown instead of results.
-    # Libraries whose private names the timer uses. Missing names are listed in the summary.
     _runs_in_trainer = False  # True if a trainer calls the user's code.
+    # Libraries whose private names the timer uses. Missing names are listed in the summary.
     _libraries: tuple[str, ...] = ("torch",)
     _trainer_name = "the loop"  # Name of the code that runs the loop, if it is not the user's.
     _logs_fit = False  # True if the timer logs the wall clock, the group "fit".

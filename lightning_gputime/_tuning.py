@@ -249,7 +249,7 @@ class Parity:
         """Return the agreement of the losses of each run, by step.
 
         Example: mean losses of 1.0, 1.1 and 1.0 before, and 1.1, 1.2 and 1.05 after. They drift by
-        8 %. Runs without the change differ by up to 9.7 %, and the 95 % bound is 14.8 %, so chance
+        8 %. Runs without the change differ by up to 9.7 %, and the 95 % bound is 14.9 %, so chance
         explains the drift.
         """
         n = min(map(len, (*before, *after)))

@@ -325,11 +325,15 @@ class _PlainLoop(BatchState):
         session.compare_ranks()
 
     def _leave_body(self, session: AnySession) -> None:
-        """End the step in which the loop was left, if its work was complete."""
+        """End the step in which the loop was left, if its work was complete.
+
+        Otherwise, end the open batch if a later loop may run the update that uses its gradients.
+        """
         body, self._body = self._body, None
         is_batch_open = body is not None and not body.has_called_step
         has_late_update = self._micro_batches > 0 and session.optimizer.has_updated
-        if (is_batch_open or has_late_update) and session.leave_loop(self._step):
+        has_ended = (is_batch_open or has_late_update) and session.leave_loop(self._step)
+        if has_ended:
             self._step += 1
             self._micro_batches = 0
         elif is_batch_open and session.needs_updates and BACKWARD in session.recorder.open.phases:

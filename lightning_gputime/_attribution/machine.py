@@ -140,7 +140,7 @@ class Processes(MachineSource):
                 self._child_files.append(_File(f"/proc/self/task/{thread}/children"))
         self._ticks: dict[int, float] = {}  # CPU time of each process in the newest search.
         self._searched_s, self._search_s = 0.0, 0.0  # End and duration of that search.
-        self._stat(self._pid)
+        self._stat(self._pid)  # Raises OSError if the system has no such files.
 
     def read(self) -> Mapping[str, float]:
         """Return the CPU time (in seconds) by name, of busy processes and of all children."""

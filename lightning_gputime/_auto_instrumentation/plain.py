@@ -92,10 +92,11 @@ class PlainLoops:
             return
         self._n_other_updates += 1
         if self._n_other_updates != (1 if loop is None else loop.ends_after):
-            return
+            return  # The search starts only once; later updates are counted, too.
         if self._n_loops >= _MAX_LOOPS or self._n_short_loops >= _MAX_SHORT_LOOPS:
             self._has_missed = True
             return
+        # Later, so that a script that only imports torch starts faster.
         from lightning_gputime._compat.torch_ import backward_entry
         from lightning_gputime._instrumentation.patching import Calls, Subscription
 

@@ -136,8 +136,12 @@ class TunedProcess:
         return site
 
     def _new_arguments(self, target: str, site: str) -> dict[str, Any]:
-        """Return the arguments that replace those of the script, and record their changes."""
+        """Return the arguments that replace those of the script, and record their changes.
+
+        `site` is the line of the script that creates the loader or the optimizer.
+        """
         found: dict[str, Any] = {}
+        # Only the loader of the training, if its site is known from an earlier run.
         if target == LOADER and self._orders["loader_site"] not in ("", site):
             return found
         for change in self._changes:

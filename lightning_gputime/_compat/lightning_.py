@@ -135,12 +135,14 @@ IN_STEP = (
 
 
 def fetch_action(trainer: Any) -> str:
+    """Return the name of the profiler's action in which the loop fetches a batch."""
     loop = _epoch_loop(trainer)
     name = _LOOP.rpartition(".")[2] if loop is None else type(loop).__name__
     return f"[{name}].{_FETCH_ACTION}"
 
 
 def copy_action(trainer: Any) -> str:
+    """Return the name of the profiler's action that copies a batch to the device."""
     return f"[Strategy]{type(trainer.strategy).__name__}.{_COPY_ACTION}"
 
 

@@ -373,7 +373,7 @@ def is_asynchronous(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
     Before torch 2.8 every collective does.
     """
-    options = args[-1] if args else kwargs.get("opts")
+    options = kwargs.get("opts", args[-1] if args else None)
     return bool(getattr(options, "asyncOp", True))
 
 
@@ -498,6 +498,7 @@ _ITERATOR = Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the fetches
 
 
 def loader_next() -> tuple[type, str] | None:
+    """Return the class and the method that fetch a batch, to patch them; None if they are gone."""
     report_missing(_ITERATOR)
     kind = _ITERATOR.find()
     return None if kind is None else (kind, "__next__")

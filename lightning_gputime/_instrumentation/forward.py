@@ -192,11 +192,14 @@ class ForwardBoundary:
         self.evaluation.exclude_evaluations(self.calls, self._n_steps)
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
-        """End a step. If it had calls, remove the hooks of modules that only other modules call.
+        """End a step. Decide which of its calls were evaluations, and what it shows about hooks.
 
-        If a timed step had no call, hook all modules again. A step that `is_dropped` is not
-        compared with others to find evaluations. While evaluations are searched for, `evaluation`
-        may have pending calls in eval mode, on which the end of the step decides.
+        - If it had training calls, modules that only other modules call lose their hooks.
+        - If it only had calls in eval mode, and nothing was trained so far, this is zeroth-order
+          training: such calls are no evaluations.
+        - If it was timed and had no call, all modules get hooks again.
+
+        A step that `is_dropped` is not compared with others to find evaluations.
         """
         if self._is_step_compiled:
             return
@@ -214,19 +217,19 @@ class ForwardBoundary:
             if self._nested:
                 self._remove_hooks([*(self._hooked.keys() & self._nested) - self.called_modules])
                 self._nested.clear()
-        elif (
-            evaluation.state is _ACTIVE
-            and not self.has_trained
-            and not is_dropped
-            and evaluation.had_inner_calls(self._n_steps)
-        ):
-            # Zeroth-order training calls the model in eval mode, and has no backward. So these
-            # calls are not evaluations: stop the search, and count the calls as training.
+        elif self._is_zeroth_order(is_dropped):
+            # Stop the search, and count calls in eval mode as training.
             evaluation.state = Search.AFTER_BACKWARD
         elif timed:
             self._hook_inside(everywhere=True)
         if not is_dropped:
             self._n_steps += 1
+
+    def _is_zeroth_order(self, is_dropped: bool) -> bool:
+        """Return whether a step without training calls trains without a backward."""
+        searches = self.evaluation.state is _ACTIVE and not is_dropped
+        has_eval_calls = searches and self.evaluation.had_inner_calls(self._n_steps)
+        return has_eval_calls and not self.has_trained
 
     # Modules with hooks
 
@@ -405,6 +408,10 @@ class ForwardBoundary:
         self._limits = None
 
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
+        """End a call. If it is the outermost training call, mark the end of `forward`.
+
+        If the output shows that the module is a loss, the call was `loss` instead.
+        """
         recorder, running = self._recorder, self.running
         if not running:
             return  # End of a training step that the wrapper runs: its start was not stored.
@@ -414,7 +421,7 @@ class ForwardBoundary:
         if current_graph_task_id() != -1:
             return  # Part of a backward; see `_enter`.
         key = id(module)
-        # Remove this call, and calls inside it that raised.
+        # Remove this call, and calls inside it that raised, or all if its start was not stored.
         while running.pop() != key and running:
             pass
         if running:

@@ -88,7 +88,7 @@ class OutsideLines:
         self._ms, self._calls = defaultdict(float), Counter()
         assert self._now_ns is not None
         self._start_ns = self._now_ns()
-        self._watch = watch  # Ctrl-C may come at any line.
+        self._watch = watch  # Before it starts, so that `_end` stops it after Ctrl-C at any line.
         try:
             reason = watch.start(sys._getframe(1), self._more_events)
         except Exception as error:

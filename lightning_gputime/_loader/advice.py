@@ -143,7 +143,8 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
     elif setup.num_workers == 0:
         fetch_ms = fetches.frequency * fetches.mean_ms
         needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
-        n = min(needed, setup.cores or 4)  # 4 if the CPU cores are unknown.
+        # The training loop needs a core, too. Without known cores, at most 4 workers.
+        n = min(needed, 4 if setup.cores is None else max(setup.cores - 1, 1))
         end = (", or make it faster" if reason else "") + (_SPLIT if setup.is_iterable else "")
         text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){end}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})

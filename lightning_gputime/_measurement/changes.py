@@ -312,8 +312,7 @@ def _fit(edges: Floats, values: Floats) -> _Change:
     """Return the jump, trend or stretch with the best fit, significant or not."""
     n, steps = len(values), np.diff(edges)
     weights = steps
-    # Search a coarse grid, then all positions near the best change. The second search weights
-    # segments by the levels of the first, because noise grows with the step time.
+    # First search a coarse grid.
     firsts = lasts = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
     spacing = n // _GRID + 1
     near = np.arange(-spacing, spacing + 1)
@@ -323,7 +322,9 @@ def _fit(edges: Floats, values: Floats) -> _Change:
         start, full, until = candidates[:, best].tolist()
         levels = _levels(values, shapes[best], weights)
         change = _Change(start, full, until, shapes[best], weights, *levels)
-        # A stretch varies where it starts and where it ends, a trend where it is complete.
+        # Then search all positions near the best change: where it starts, and where a stretch ends
+        # or a trend is complete. `_candidates` drops positions outside of the run. Weight segments
+        # by the levels of the first search, because noise grows with the step time.
         weights = steps / np.maximum(change.fitted, _NOISE_FLOOR * change.fitted.max()) ** 2
         firsts, lasts = start + near, near + (until if until < n else full)
     return change

@@ -225,7 +225,7 @@ class UntimedSteps:
         self._n_unsettled_warmup = 0  # Number of steps at the start of this list that are warm-up.
         self._logged_until = 0  # Index of the first step after the last log.
         self.logged = self.totals
-        """`totals` before this step, once it is settled."""
+        """`totals` of the steps up to the last log, once they are settled."""
         # Consecutive timed steps of a stratum, to which further steps may be added.
         self._open_stratum, self._open_steps = 0, list[StepRecord]()
 

@@ -101,7 +101,7 @@ class Table:
         return "".join(blocks)
 
     def _fitting(self, width: int) -> "Table":
-        """Drop columns until the table is no wider than `width`."""
+        """Wrap the last text column, then drop columns until the table is at most `width` wide."""
         table = self
         if len(self.left) > 1:  # With several columns aligned to the left, the last has text.
             lines: list[tuple[str, ...]] = []

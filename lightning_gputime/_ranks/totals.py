@@ -143,7 +143,10 @@ def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
 
 
 def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
-    """Return a rank's totals minus its totals `before`."""
+    """Return a rank's totals, with the times of phases since its totals `before`.
+
+    Everything else remains that of the whole run.
+    """
     if before is None:
         return now
     phases = {}

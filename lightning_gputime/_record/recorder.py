@@ -385,12 +385,12 @@ class Recorder:
             self.mark(EXCLUDED)
         if self.state is not OPEN or get_ident() != self.threads.timed:
             return
-        labels = self.open.labels if since else []
-        if since in labels:
+        labels = self.open.labels
+        if since is not None and since in labels:
             first = labels.index(since)
             self.open.exclude(0 if is_fetch(labels[:first]) else first)
         else:
-            self.open.relabel(EXCLUDED)
+            self.open.relabel(EXCLUDED)  # With `now`, that is the mark just made.
         self.label = EXCLUDED
         self.state = PAUSED
         self._show(None)

@@ -272,7 +272,8 @@ class TimingCost:
     def added_share(self, n: int) -> float | None:
         """Return the cost of timing 1 of n steps, as a fraction of an untimed step.
 
-        Return None if the cost is not measured, because it is low enough to time every step.
+        Return None if the cost is not measured: not yet, or because it is low enough to time every
+        step.
         """
         return self._added_ns_per_step(n) / self._step_ns if self._step_ns else None
 
