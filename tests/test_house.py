@@ -189,3 +189,14 @@ def test_compat_looks_up_each_private_name_by_its_declaration() -> None:
     # A direct access would raise if a version lacks the name.
     compat = [tree for module, tree in MODULES.items() if room_of(module) == "_compat"]
     assert {name for tree in compat for name in private_attributes(tree)} <= ALLOWED
+
+
+def test_tables_of_states_name_cases_that_exist() -> None:
+    files = [*Path(__file__).parent.glob("*.py")]
+    tests = "".join(path.read_text() for path in files) + " ".join(path.stem for path in files)
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    rows = [line for source in sources for line in source.splitlines() if line.endswith(" |")]
+    last_cells = [row.split("|")[-2] for row in rows]
+    names = {name for cell in last_cells for name in re.findall(r"[a-z]+(?:_[a-z0-9]+)+", cell)}
+    assert len(names) > 20
+    assert [name for name in names if name not in tests] == []
