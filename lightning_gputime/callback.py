@@ -741,5 +741,6 @@ def _remove_methods_set_on(timer_class: type) -> None:
             for name in _MODEL_METHODS:
                 if isinstance(vars(owner).get(name), MethodType):
                     delattr(owner, name)
+    # Lightning has replaced the property `log`. There was no `log_dict`.
     if "log" not in vars(GPUPhaseTimer):
-        type.__setattr__(GPUPhaseTimer, "log", _LOG)
+        type.__setattr__(GPUPhaseTimer, "log", _LOG)  # An assignment would be an error for mypy.

@@ -27,10 +27,10 @@ class PhaseTimeMetric(Metric):
 
     Pass it to a timer: `GPUPhaseTimer(observers=[metric])`.
 
-    Each state has one number per phase. When synchronized, states are stacked: (ranks, phases).
-    States keep their precision and stay on the CPU, even if the model that contains the metric is
-    moved, so the host never waits for the device. A checkpoint contains the states of the rank that
-    wrote it.
+    Each state has one number per phase and for the step, and a last one. When synchronized, states
+    are stacked: (ranks, numbers). States keep their precision and stay on the CPU, even if the
+    model that contains the metric is moved, so the host never waits for the device. A checkpoint
+    contains the states of the rank that wrote it.
 
     Args:
         phases: Names of the phases to count. The default has no custom phases and no modules.
@@ -124,7 +124,7 @@ class PhaseTimeMetric(Metric):
     ) -> None:
         loaded = state_dict.get(f"{prefix}counts")
         if loaded is not None and loaded.shape[-1] != len(self._names) + 1:
-            n_phases = loaded.shape[-1] - 2  # `step` and the last element are not phases.
+            n_phases = loaded.shape[-1] - 2  # See `__init__`: `step` and the last are no phases.
             raise ValueError(
                 f"the checkpoint has {n_phases} phases, but the metric has {len(self._phases)}:"
                 f" pass the phases= of the saved metric, got {self._phases}"

@@ -19,7 +19,13 @@ from fake_loop import Loop, hooks, run_of, with_facts
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, compare
-from lightning_gputime._attribution import machine
+from lightning_gputime._attribution import (
+    OUTSIDE_CODES,
+    OutsideCause,
+    OutsideSummary,
+    advice_on,
+    machine,
+)
 from lightning_gputime._attribution.batch import BatchLog, Content
 from lightning_gputime._attribution.machine import (
     BLOCKED,
@@ -142,6 +148,24 @@ def test_steps_before_the_first_reading_are_not_searched(
     assert outside is not None
     assert outside.steps == pytest.approx(STEPS / 2, abs=5)
     assert outside.causes[0].share > 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("thread", "move the work of it (here) to a process, or shorten it"),
+        ("process", "move it (here) to other cores or another machine"),
+        ("GPU process", "move it (here) to another GPU"),
+        ("batch", "group batches by length"),
+        ("pressure", "find what causes it"),
+    ],
+)
+def test_advice_on_a_cause_depends_on_its_kind(kind: str, how: str) -> None:
+    cause = OutsideCause(kind, "it", "here", 0.5, 0.4, 0.6, 0.1)
+    [(share, code, text)] = advice_on(OutsideSummary(9, 100, 0.4, (cause,)))
+    assert share == pytest.approx(0.2)
+    assert code in OUTSIDE_CODES
+    assert text.startswith(f"{how}: ")
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3])

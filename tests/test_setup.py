@@ -1,5 +1,6 @@
 """The training setup that a timer finds: model, loaders, cores, precision and optimizers."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,19 @@ def test_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch
     assert [cores_of_rank(ranks) for ranks in (1, 4, 8, 32)] == [64, 16, 8, 8]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert cores_of_rank(32) == 32
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1), ("", 64)]
+)
+def test_quota_of_a_container_limits_the_cores(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr("lightning_gputime._runs.environment._CPU_QUOTA", tmp_path / "cpu.max")
+    assert cores_of_rank(1) == cores
 
 
 def test_setup_has_the_kind_of_dataset() -> None:

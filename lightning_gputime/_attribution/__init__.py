@@ -25,8 +25,8 @@ class OutsideCause:
     It does so more often than by chance, with a probability of at most 1 % for any false cause.
 
     Attributes:
-        kind: "thread", "process", "batch", "pressure" (on a resource of the machine) or "pages"
-            (swapped, or read for page faults).
+        kind: "thread", "process", "GPU process", "batch", "pressure" (on a resource of the
+            machine) or "pages" (swapped, or read for page faults).
         name: Name for sentences, such as "thread `save`".
         place: File and line of a thread, or id of a process; may be empty.
         share: Fraction of the excess that code in the loop does not explain, from 0 to 1.
@@ -116,6 +116,8 @@ def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[float, str, str]
             code, how = "busy_thread", f"move the work of {cause} to a process, or shorten it"
         elif cause.kind == "process":
             code, how = "other_process", f"move {cause} to other cores or another machine"
+        elif cause.kind == "GPU process":
+            code, how = "other_process", f"move {cause} to another GPU"
         elif cause.kind == "batch":
             code, how = "group_batches", "group batches by length"
             how += ", or pack sequences" if cause.padding else ""

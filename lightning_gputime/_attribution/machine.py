@@ -195,7 +195,7 @@ class Processes(MachineSource):
 class GPUProcesses(MachineSource):
     """Time that other processes use the GPU, if the package `pynvml` is installed."""
 
-    kind = "process"
+    kind = "GPU process"
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -358,9 +358,9 @@ class MachineLog:
                 if len(sums) < 3 or sums[-1] <= sums[0]:
                     continue
                 grown = np.interp(ends_ns, at_ns, sums) - np.interp(starts_ns, at_ns, sums)
-                shares = np.round(grown / ((ends_ns - starts_ns) / 1e9), 3)  # No rounding errors.
-                shares[(ends_ns < at_ns[0]) | (starts_ns > at_ns[-1])] = np.nan
-                found.append(Candidate(name, shares, source.places.get(name, ""), source.kind))
+                rates = np.round(grown / ((ends_ns - starts_ns) / 1e9), 3)  # No rounding errors.
+                rates[(ends_ns < at_ns[0]) | (starts_ns > at_ns[-1])] = np.nan
+                found.append(Candidate(name, rates, source.places.get(name, ""), source.kind))
         return found
 
 
@@ -370,16 +370,12 @@ def system_sources(gpu: int | None) -> dict[str, Callable[[], MachineSource]]:
     Args:
         gpu: Index of the GPU; None without one.
     """
-    sources: dict[str, Callable[[], MachineSource]] = {
-        "threads": Threads,
-        "other processes": Processes,
-        "pressure": Pressure,
-        "swap": VirtualMemory,
-    }
+    sources: dict[str, Callable[[], MachineSource]] = {"threads": Threads}
     # Without NVML, do not complain: the package is optional.
     if gpu is not None and importlib.util.find_spec("pynvml") is not None:
         sources["other processes on the GPU"] = partial(GPUProcesses, gpu)
-    return sources
+    shared = {"other processes": Processes, "pressure": Pressure, "swap": VirtualMemory}
+    return {**sources, **shared}
 
 
 def _sample(log: "weakref.ref[MachineLog]", wake: threading.Event) -> None:

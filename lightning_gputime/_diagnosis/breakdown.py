@@ -87,7 +87,11 @@ class _Part:
 
 
 def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
-    """Return the time breakdown, without advice."""
+    """Return the time breakdown, without advice.
+
+    Three times: `steps_s` excludes checkpoints inside of steps, `all_steps_s` includes them, and
+    `wall_s` counts them once, in the entry `checkpoints`.
+    """
     wall_clock = m.wall_clock or WallClockBreakdown({})
     scope = "training" if setup.is_own_loop else "fit"
     if wall.STEPS not in wall_clock.entries_s:  # Before the second step.
@@ -107,7 +111,7 @@ def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
         entries_s[wall.FIRST_STEP] -= usual_step_s
         steps_s += usual_step_s
     all_steps_s = steps_s / share_without_saves if share_without_saves > 0 else 0.0
-    wall_s = sum(entries_s.values()) + share_without_saves * all_steps_s
+    wall_s = sum(entries_s.values()) + (steps_s if all_steps_s else 0.0)
     rows = []
     for name, part in _parts(m, groups, setup).items():
         # A phase may share its name with an entry outside of steps: add both.

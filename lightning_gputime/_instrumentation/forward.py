@@ -346,10 +346,11 @@ class ForwardBoundary:
             call(module)
 
     def _enter_untimed(self, module: nn.Module) -> bool:
-        """Count an outermost call in an untimed step.
+        """Handle a call in an untimed step. Return True if `_enter` should handle it instead.
 
-        Return True to handle the call like a timed call, as long as all modules have hooks to find
-        those that the loop calls.
+        It should until a step has shown which modules the loop calls (`_hooks_all`). Later, an
+        outermost call is only counted, for other timers: `BackwardBoundary` looks for the model
+        that a backward belongs to.
         """
         recorder, evaluation = self._recorder, self.evaluation
         if not recorder.threads.admit_untimed_call():
@@ -363,7 +364,7 @@ class ForwardBoundary:
         recorder.captures.detect()  # Later replays of a graph captured here call no hooks.
         if self._hooks_all:
             return True
-        self.calls += 1  # Another timer may ask which model a backward belongs to.
+        self.calls += 1
         return False
 
     def _enter_inner(self, module: nn.Module) -> bool:
@@ -654,7 +655,7 @@ class EvaluationSearch:
         final_spans = spans[-1:] if ends_in_span and has_final else []
         inner_spans = spans[: len(spans) - len(final_spans)]
         excludes_inner = (
-            not n_inner or self._is_inference or self._is_exception(n_inner, inner_spans, step)
+            not n_inner or self._is_inference or self._is_exceptional(n_inner, inner_spans, step)
         )
         # From the last span to the first: for a span that is only preceded by a fetch,
         # `exclude_evaluation` also excludes this fetch. An earlier span that is already excluded
@@ -686,7 +687,7 @@ class EvaluationSearch:
         """Return whether a recent step had calls in eval mode before its last update."""
         return any(index == step for index, _ in self._inner_calls)
 
-    def _is_exception(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
+    def _is_exceptional(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
         """Return True if the inner calls of a step are an exception, compared with earlier steps.
 
         Args:

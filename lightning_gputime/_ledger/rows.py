@@ -241,7 +241,7 @@ def line_rows(
     calls = _mean([step.calls for step in steps], weights)
     busy_ms = _mean([step.busy_ms for step in steps], weights)
     rows = [
-        draft.row(calls, busy_ms, _growth(draft.each_ms, steps_ms), modules or {}, operations or {})
+        draft.row(calls, busy_ms, _growth(draft.own_ms, steps_ms), modules or {}, operations or {})
         for draft in drafts.values()
     ]
     rows += [
@@ -294,12 +294,12 @@ def _add_each_step(
         for cell, ms in cells.items():
             phases_ms[_paced_phase(cell)] += ms
         # The time of a phase has its own error. Here, only the row's fraction of it matters.
-        excess_ms: dict[_RowKey, float] = defaultdict(float)
+        deviations_ms: dict[_RowKey, float] = defaultdict(float)
         for cell, ms in mean_ms.items():
             phase = _paced_phase(cell)
             mean_phase_ms = mean_phases_ms[phase]
             usual_ms = ms * phases_ms[phase] / mean_phase_ms if mean_phase_ms else 0.0
-            excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
+            deviations_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
         # For growth, take the host's time without waits (`busy_ms`; unknown on the host's clock) in
         # place of host-paced time. How long a line keeps the device waiting depends on other lines.
         own_ms: dict[_RowKey, float] = defaultdict(float)
@@ -310,8 +310,8 @@ def _add_each_step(
             if place in key_of_place:
                 own_ms[key_of_place[place]] += ms
         for key, draft in drafts.items():
-            draft.excess_ms.append(excess_ms[key])
-            draft.each_ms.append(own_ms[key])
+            draft.deviations_ms.append(deviations_ms[key])
+            draft.own_ms.append(own_ms[key])
 
 
 def _growth(each_ms: Sequence[float], steps_ms: Sequence[float]) -> tuple[float, float]:
@@ -595,10 +595,11 @@ class _Draft:
         self._key, self._function, self._entry, self._is_rest = key, function, entry, is_rest
         self._paces_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)
-        self.excess_ms: list[float] = []
-        """Time in each examined step, minus the usual fraction of the phases in this step."""
-        self.each_ms: list[float] = []
-        """Time in each examined step: that of the device, and that of the host without waits."""
+        self.deviations_ms: list[float] = []
+        """Time in each examined step, minus the usual fraction of the phases in this step. Only for
+        the error."""
+        self.own_ms: list[float] = []
+        """Sum of the device-paced time and the host's time without waits, in each examined step."""
 
     def add(self, cell: Cell, ms: float) -> None:
         self._paces_ms[cell.phase][cell.pace] += ms
@@ -618,8 +619,8 @@ class _Draft:
             for phase, ms in self._paces_ms.items()
             if sum(ms.values()) >= _MIN_MS
         }
-        n = len(self.excess_ms)
-        error_ms = t95(n - 1) * stdev(self.excess_ms) / math.sqrt(n) if n > 1 else 0.0
+        n = len(self.deviations_ms)
+        error_ms = t95(n - 1) * stdev(self.deviations_ms) / math.sqrt(n) if n > 1 else 0.0
         key, function = self._key, self._function
         if function is None:
             return LineRow(

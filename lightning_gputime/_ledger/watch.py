@@ -197,7 +197,7 @@ class LineWatch:
         """Record that a function has reached a line. Mark the line if it was at another."""
         stack = self._stack
         if not stack or stack[-1][0].code is not code:
-            depth = self._depth_of(code)
+            depth = self._depth_of(code)  # 0 if it is not running.
             if depth:
                 del stack[depth:]  # Functions that it had called: their end was not reported.
             else:  # Its start was not reported, as of a generator that had been suspended.

@@ -217,7 +217,7 @@ class Results:
     def log_untimed(
         self, number: int, until: int, *, has_timed: bool, only_publish: bool
     ) -> Estimate:
-        """Return the estimate for the untimed steps since the last log.
+        """Log the untimed steps since the last log. Return the estimate for them.
 
         Args:
             number: Number of the newest step.
@@ -227,7 +227,7 @@ class Results:
         """
         with self._lock:
             untimed = self.untimed
-            # Between timed steps, steps can often be logged without settling them, which is slow.
+            # The fast path: between timed steps, steps can often be logged without settling them.
             unsettled = None if has_timed else untimed.log_unsettled(until)
             if unsettled is not None:
                 return Estimate(unsettled)

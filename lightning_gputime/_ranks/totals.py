@@ -40,6 +40,7 @@ class LineTime(NamedTuple):
 
     @property
     def longest_ms(self) -> float:
+        """Longest time that the line may have in a comparison: the longest lines are sent."""
         waits_ms = sum(ms for name, ms in self.phases_ms.items() if is_wait(name))
         return max(self.local_ms, self.busy_ms) + waits_ms
 

@@ -108,7 +108,8 @@ class StepMarks:
 
         The newest mark may show what the phase before it was: if a call returns a loss, and its
         mark was `forward`, then the newest mark is `after_forward`, and the call becomes `loss`.
-        If that mark is part of a wait, this applies to the phase around the wait.
+        That is, `[..., forward, after_forward]` becomes `[..., loss, after_forward]`. If the mark
+        before the last is part of a wait, this applies to the phase around the wait.
         """
         index = self._index_without_waits(len(self.marks) - 2)
         if index >= 0 and self.marks[index][0] == old:

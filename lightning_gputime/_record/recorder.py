@@ -213,8 +213,8 @@ class Recorder:
     The time from a mark to the next mark belongs to the label of the first. The last mark of a step
     is also the first mark of the next step. `PendingSteps` reads the steps that have ended.
 
-    | `state`    | event                                 | next     | test or conformance case    |
-    |------------|---------------------------------------|----------|-----------------------------|
+    | `state`    | event                                 | next     | test or case                |
+    | ---------- | ------------------------------------- | -------- | --------------------------- |
     | any        | `begin`: drops an open step           | `OPEN`   | begin drops the marks of    |
     | any        | `stop`, `abandon`: drop an open step  | `IDLE`   | a phase named while idle    |
     | `OPEN`     | `end_step`, `end_at`: the next starts | `OPEN`   | host_waits_once_per_step    |
@@ -222,7 +222,7 @@ class Recorder:
     | `OPEN`     | `exclude_evaluation` up to now        | `PAUSED` | validation_in_the_body      |
     | `PAUSED`   | `resume`                              | `OPEN`   | paused time is not part of  |
     | `PAUSED`   | `end_step`, `end_at`: the next starts | `OPEN`   | step_can_end_at_its_update  |
-    | `PAUSED`   | `end_step`: drops a step without time | `OPEN`   | step_that_ends_in_a_pause   |
+    | `PAUSED`   | `end_step`: drops a step without time | `OPEN`   | steps_that_end_inside       |
     | not `IDLE` | error, graph capture, too many marks  | `LOST`   | failed_mark_stops_recording |
     | `LOST`     | `end_step`: drops the step            | `OPEN`   | failed_mark_stops_recording |
 

@@ -39,6 +39,7 @@ _CONVOLUTIONS = (
 )
 _FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer can tell.
 _AMPERE = (8, 0)  # The first compute capability of CUDA with TF32 and fast bfloat16.
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MAX_NAMES = 3  # Number of modules to name.
 
 
@@ -167,10 +168,16 @@ def loader_settings(loader: object) -> dict[str, Any]:
 
 
 def cores_of_rank(world_size: int) -> int | None:
-    """Return the number of CPU cores per rank on this host; None if unknown."""
+    """Return the number of CPU cores per rank on this host; None if unknown.
+
+    A container may have a quota of CPU time: "200000 100000" are 2 cores.
+    """
     cores = os.cpu_count() or 0
     with suppress(AttributeError, OSError):
         cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # Without a quota, the file has "max 100000".
+        quota_us, period_us = map(int, _CPU_QUOTA.read_text().split())
+        cores = min(cores, max(quota_us // period_us, 1))
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local_world_size.isdigit():
         ranks = int(local_world_size)

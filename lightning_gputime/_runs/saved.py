@@ -351,10 +351,11 @@ def _unpack(packed: Any) -> npt.NDArray[Any]:
 
 
 def _as_field(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
-    """Return a JSON value as the type of a field, or raise ValueError.
+    """Return a JSON value as the type of a field.
 
     A missing field gets its default. A null float is read as NaN. The history is already unpacked
-    by `_unpack`. Error messages name the field by its path `where`. The paths of ignored fields are
+    by `_unpack`, so any `History` is right. Raises ValueError with the path `where` of a wrong
+    field, and TypeError if a field without default is missing. The paths of ignored fields are
     added to `unknown`.
 
     Example: `{"step": 7, "causes": [{...}], ...}` as `SlowStep` becomes a `SlowStep` whose `causes`

@@ -294,7 +294,7 @@ class SelfCheck:
             self._report(_NO_BACKWARD)
         if trains:
             self._check_length_of_forward()
-        self._phases_ms.clear()
+        self._phases_ms.clear()  # To free memory: they are not read any more.
         if self._maybe_evaluated_ms > 0.05 * step_ms:
             self._report(_MAY_EVALUATE, self._maybe_evaluated_ms / n)
         if self._is_plain_loop and self._idle_ms > 0.1 * step_ms:
