@@ -377,9 +377,7 @@ INDEX = "index whole batches with dataset[indices]; the tensors are in memory"
         # Fetches take half of the step, so one worker keeps up with the other half.
         ({"num_workers": 0}, {}, ["set num_workers=1 (now 0)"]),
         ({"num_workers": 0}, LONG_FETCH, ["set num_workers=7 (now 0)"]),
-        # The training loop needs a core, too.
-        ({"num_workers": 0, "cores": 3}, LONG_FETCH, ["set num_workers=2 (now 0)"]),
-        ({"num_workers": 0, "cores": 1}, LONG_FETCH, ["set num_workers=1 (now 0)"]),
+        ({"num_workers": 0, "cores": 2}, LONG_FETCH, ["set num_workers=2 (now 0)"]),
         ({}, {}, MORE_WORKERS),
         ({"num_workers": 15}, {}, [NO_CORE]),
         ({"num_workers": None}, {}, ["use faster transforms, or workers that load in advance"]),

@@ -143,8 +143,9 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
     elif setup.num_workers == 0:
         fetch_ms = fetches.frequency * fetches.mean_ms
         needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
-        # The training loop needs a core, too. Without known cores, at most 4 workers.
-        n = min(needed, 4 if setup.cores is None else max(setup.cores - 1, 1))
+        # A loop that waits for its loader leaves its core to a worker, so up to as many workers as
+        # cores help. If the cores are unknown, 4.
+        n = min(needed, setup.cores or 4)
         end = (", or make it faster" if reason else "") + (_SPLIT if setup.is_iterable else "")
         text = f"{reason}set {setup.loader_prefix}num_workers={n} (now 0){end}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})
