@@ -176,21 +176,15 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         totals[rank].phases[STEP][0] / totals[rank].steps for rank in others
     )
 
-    # 2. Subtract what the hosts of the others hide: they do the same work while they wait for the
-    # last rank, so it is local time of the last rank only. Example: the host sets the pace for 9 ms
-    # on the last rank, and for 1 ms on the others, but it is busy for 10.4 and 10 ms. It needs only
-    # 0.4 ms more, so 8 - 0.4 = 7.6 ms are hidden.
+    # 2. Subtract what the hosts of the others hide.
     host_ms: dict[str, tuple[float, float]] = {}  # Of the last rank, and the median of the others.
     for name in by_phase_ms:
         if "/" not in name:
             own_ms, *others_ms = (_host_ms(totals[r], local_ms[r], name) for r in (last, *others))
             host_ms[name] = own_ms, statistics.median(others_ms)
     host_excess_ms = sum(ms - usual_ms for ms, usual_ms in host_ms.values())
-    busy_ms = [ms for rank in (last, *others) if (ms := totals[rank].busy_ms) is not None]
-    hidden_ms = 0.0
-    if len(busy_ms) == 1 + len(others):  # All are known.
-        more_busy_ms = max(busy_ms[0] - statistics.median(busy_ms[1:]), 0.0)
-        hidden_ms = min(max(host_excess_ms - more_busy_ms, 0.0), max(total_ms, 0.0))
+    busy_ms = [totals[rank].busy_ms for rank in (last, *others)]
+    hidden_ms = min(_hidden_ms(host_excess_ms, busy_ms), max(total_ms, 0.0))
     excess_ms = total_ms - hidden_ms
     min_excess_ms = MIN_EXCESS * step_ms
     is_large = excess_ms >= min_excess_ms
@@ -217,24 +211,10 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     # an error of sqrt(0.3 ** 2 + 0.4 ** 2) = 0.5 ms.
     usual_error_ms = statistics.median(totals[rank].error_ms for rank in others)
     noise_ms = math.hypot(totals[last].error_ms, usual_error_ms)
-    # If the host of the last rank needs longer for its other phases, too, then its speed differs.
-    # That may be by chance: in 40 steps bound by the host, one of two equal hosts needed 2.7 times
-    # as long as the other. So this difference, the drift, is an error that shrinks with the time
-    # measured. The content of the batches, if larger, explains a part of it. Example: the host
-    # needs 5 ms for forward instead of 2, and 6 ms for backward instead of 4. Forward has the
-    # excess. In backward, it needs 0.5 times as much in addition, so the drift is 0.5 * (2 + 4) = 3
-    # ms. After 9 s, it is an error of 3 / sqrt(9) = 1 ms.
-    longest = max(host_ms, key=lambda name: host_ms[name][0] - host_ms[name][1], default="")
-    ratios = [
-        ms / usual_ms
-        for name, (ms, usual_ms) in host_ms.items()
-        if name != longest and usual_ms >= _MIN_PHASE * step_ms
-    ]
-    drift = max(max([1.0, *ratios]) - 1.0 - more, 0.0)
-    drift_ms = min(drift * sum(usual_ms for _, usual_ms in host_ms.values()), max(excess_ms, 0.0))
-    if hidden_ms:
-        # The rest is measured in the few examined steps only, so all of it may be drift.
-        drift_ms = max(excess_ms, 0.0)
+    # Where hosts hide work, the rest is measured in the few examined steps only, so all of it may
+    # be drift. Drift of 3 ms is an error of 3 / sqrt(9) = 1 ms after 9 s.
+    drift_ms = math.inf if hidden_ms else _drift_ms(host_ms, step_ms, more)
+    drift_ms = min(drift_ms, max(excess_ms, 0.0))
     n_samples = max(totals[last].phases[STEP][0] / _HOST_SAMPLE_MS, 1.0)
     error_ms = math.hypot(noise_ms, drift_ms / math.sqrt(n_samples))
 
@@ -263,25 +243,18 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     # Where hosts hide their work, a phase with hidden work may differ more than that of the line.
     phase = found.phase if found is not None else largest_part(by_phase_ms)
     if found is not None:
-        # Without a GPU, the host sets the pace of all lines.
-        has_gpu = any(line.gpu_ms for total in totals.values() for line in total.lines)
-        pace = "host" if found.line.host_ms >= found.line.gpu_ms else "GPU"
         where = f"{'in' if found.ms >= _MIN_WHOLE * excess_ms else 'mostly in'} {found.line.text}"
-        if has_gpu:
-            where += f", {pace}-paced"
+        # Without a GPU, the host sets the pace of all lines.
+        if any(line.gpu_ms for total in totals.values() for line in total.lines):
+            where += f", {'host' if found.line.host_ms >= found.line.gpu_ms else 'GPU'}-paced"
     elif factor is not None:
-        core_wait = totals[last].core_wait or 0.0
-        usual_wait = statistics.median(totals[rank].core_wait or 0.0 for rank in others)
+        side = "host" if is_host else "GPU"
         if batch:
             reason = f"it has {batch}"
-        elif not is_host:
-            reason = "its clocks are lower" + ("" if content.unit else ", or its batches larger")
-        elif core_wait >= max(_MIN_CORE_WAIT, 2 * usual_wait):
-            others_wait = f"(others {percent(usual_wait)})"
-            reason = f"it waits for a CPU core for {percent(core_wait)} of the time {others_wait}"
+        elif is_host:
+            reason = _reason_of_host([totals[rank].core_wait or 0.0 for rank in (last, *others)])
         else:
-            reason = "its CPU is shared or slower"
-        side = "host" if is_host else "GPU"
+            reason = "its clocks are lower" + ("" if content.unit else ", or its batches larger")
         where = f"because its {side} needs {factor:.1f} times as long for every line: {reason}"
     else:
         has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
@@ -329,6 +302,62 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         notes=tuple(filter(None, (batch_note, pattern_note, wait_note))),
         history=history,
     )
+
+
+def _hidden_ms(host_excess_ms: float, busy_ms: Sequence[float | None]) -> float:
+    """Return the part of the last rank's excess that the hosts of the others hide.
+
+    They do the same work while they wait for the last rank, so only there it is local time.
+    Example: the host sets the pace for 9 ms on the last rank, and for 1 ms on the others, but it is
+    busy for 10.4 and 10 ms. It needs only 0.4 ms more, so 8 - 0.4 = 7.6 ms are hidden.
+
+    Args:
+        host_excess_ms: Excess of the last rank in time for which the host sets the pace.
+        busy_ms: Time in which the host is busy, of the last rank and of each other rank.
+    """
+    known_ms = [ms for ms in busy_ms if ms is not None]
+    if len(known_ms) < len(busy_ms):
+        return 0.0
+    more_busy_ms = max(known_ms[0] - statistics.median(known_ms[1:]), 0.0)
+    return max(host_excess_ms - more_busy_ms, 0.0)
+
+
+def _drift_ms(host_ms: Mapping[str, tuple[float, float]], step_ms: float, more: float) -> float:
+    """Return how much of an excess may be due to the speed of the last rank's host.
+
+    If that host needs longer for all of its phases, then its speed differs. That may be by chance:
+    in 40 steps bound by the host, one of two equal hosts needed 2.7 times as long as the other.
+    Example: it needs 5 ms for forward instead of 2, and 6 ms for backward instead of 4. Forward has
+    the excess. In backward, it needs 0.5 times as much in addition, so the drift is
+    0.5 * (2 + 4) = 3 ms.
+
+    Args:
+        host_ms: Host-paced time of the last rank, and the median of the others, by phase.
+        step_ms: Median step of the others. Phases that are short in comparison do not count.
+        more: How much more content the batches of the last rank have, as a fraction. It explains
+            as much of the drift.
+    """
+    longest = max(host_ms, key=lambda name: host_ms[name][0] - host_ms[name][1], default="")
+    ratios = [
+        ms / usual_ms
+        for name, (ms, usual_ms) in host_ms.items()
+        if name != longest and usual_ms >= _MIN_PHASE * step_ms
+    ]
+    drift = max(max([1.0, *ratios]) - 1.0 - more, 0.0)
+    return drift * sum(usual_ms for _, usual_ms in host_ms.values())
+
+
+def _reason_of_host(core_waits: Sequence[float]) -> str:
+    """Return why the host of a rank is slower at every line.
+
+    `core_waits` has the fraction of the time in which the host waits for a core, of this rank and
+    of each other rank.
+    """
+    own_wait, usual_wait = core_waits[0], statistics.median(core_waits[1:])
+    if own_wait < max(_MIN_CORE_WAIT, 2 * usual_wait):
+        return "its CPU is shared or slower"
+    others_wait = f"(others {percent(usual_wait)})"
+    return f"it waits for a CPU core for {percent(own_wait)} of the time {others_wait}"
 
 
 def _local_ms(totals: RankTotals) -> dict[str, float]:
