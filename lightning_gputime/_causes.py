@@ -11,6 +11,7 @@ an innermost phase, such as `data/fetch`.
 
 import gc
 import itertools
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -283,6 +284,8 @@ class HostSpans:
         self._newest = deque[Span](maxlen=1000)
         self._started_ns: dict[CauseKind, int] = {}  # Start of the open span of each kind.
         self._is_explicit = False  # True if a call of `gc.collect` started the newest collection.
+        # An attribute: Python clears the names of modules before its last collections.
+        self._is_exiting = sys.is_finalizing
 
     def attach(self) -> None:
         for callbacks, callback in self._callbacks():
@@ -304,6 +307,8 @@ class HostSpans:
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
         # Short collections are frequent: for these, allocate nothing that the collector tracks.
+        if self._is_exiting():
+            return
         generation = info["generation"]
         if phase == "start":
             # Python starts a collection itself only if a count exceeds its threshold.

@@ -128,7 +128,10 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
     if advice.code in _LOADER_OPTIONS and suggested is not None:
         options[advice.code] = suggested
     if advice.code in _SLOW_LOADER and report.loader:
-        workers, cores = report.loader["num_workers"], len(os.sched_getaffinity(0))
+        # It imports torch, which most calls of `tune` need only in their subprocesses.
+        from lightning_gputime._runs.environment import cores_of_rank
+
+        workers, cores = report.loader["num_workers"], cores_of_rank(1) or 1
         if suggested is None and workers < cores:
             options["num_workers"] = min(2 * workers or _FIRST_WORKERS, cores)
         if workers and not report.loader["persistent_workers"]:

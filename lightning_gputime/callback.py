@@ -103,8 +103,8 @@ class Fit(BatchState):
         self._accumulates = False
         # Exception that was already being handled when the epoch began.
         self._handled: BaseException | None = None
-        # Number of due updates that may still be missing before batches end steps; infinite once an
-        # update was recorded.
+        # Example: if it is 2, the next two batches may lack the expected update; then each batch
+        # ends a step. Infinite once an update was recorded.
         self._missing_updates_left: float = (
             _MAX_MISSING_UPDATES if model.automatic_optimization else _MAX_MISSING_MANUAL
         )
@@ -741,6 +741,6 @@ def _remove_methods_set_on(timer_class: type) -> None:
             for name in _MODEL_METHODS:
                 if isinstance(vars(owner).get(name), MethodType):
                     delattr(owner, name)
-    # Lightning has replaced the property `log`. There was no `log_dict`.
+    # The loop has deleted Lightning's `log`, so restore the property. `log_dict` had no original.
     if "log" not in vars(GPUPhaseTimer):
         type.__setattr__(GPUPhaseTimer, "log", _LOG)  # An assignment would be an error for mypy.

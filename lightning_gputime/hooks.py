@@ -118,8 +118,8 @@ class Steps(Generic[T]):
 class _PlainLoop(BatchState):
     """Batches, micro-batches and steps of a plain loop: it decides where each step ends.
 
-    `_body` is `none` if no batch is open, else `open`, or `stepped` if the body has called
-    `step()`: then only such calls end its batches. Events:
+    The body is `none` if no batch is open (`_body is None`), else `open`, or `stepped` if it has
+    called `step()` (`_body.has_called_step`): then only such calls end its batches. Events:
 
     - `yield`: a loop over `steps` yields a batch. `next`: it asks for the next batch.
     - `step`: the loop calls `step()`.

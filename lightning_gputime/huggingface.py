@@ -318,7 +318,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if trainer is None:
             return
         has_failed = error is not None and error is not self._handled
-        was_removed = self not in (transformers_.callbacks_of(trainer) or [self])
+        callbacks = transformers_.callbacks_of(trainer)  # Empty if they cannot be read.
+        was_removed = bool(callbacks) and self not in callbacks
         if has_failed or was_removed:
             if self._session.is_attached:  # Otherwise `on_train_end` has set `_is_table_due`.
                 is_rank_zero = trainer.state.is_world_process_zero

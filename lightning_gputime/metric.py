@@ -83,7 +83,9 @@ class PhaseTimeMetric(Metric):
         added_ms = [*(ms.get(name, 0.0) for name in self._names), 0.0]
         # Do not change the state in place: a loaded state may also belong to the checkpoint.
         self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)
-        self.sums_ms[-1] = self._local.deviation_ms
+        # It is 0 until there are enough steps. Until then, keep that of a checkpoint.
+        if deviation_ms := self._local.deviation_ms:
+            self.sums_ms[-1] = deviation_ms
         counts = [*(int(name in ms) for name in self._names), 1]
         self.counts = self.counts + torch.tensor(counts)
 

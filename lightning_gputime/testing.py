@@ -66,8 +66,10 @@ class FakeGPU:
             for device_ms in graph:
                 self.work(device_ms)
 
-        yield replay
-        self.capturing = False
+        try:
+            yield replay
+        finally:
+            self.capturing = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # keep the fake out of compiled code
     def work(self, device_ms: float, host_ms: float = 0.0) -> None:

@@ -274,7 +274,9 @@ def test_reattached_timer_recompiles_at_most_the_function_around_the_model(
     assert with_timer == ((2, 0) if how == "compile(function)" else without)
 
 
-@pytest.mark.parametrize("how", ["compile(model)", "model.compile()", "compile(part)"])
+@pytest.mark.parametrize(
+    "how", ["compile(model)", "compile(model=model)", "model.compile()", "compile(part)"]
+)
 @pytest.mark.parametrize("every", ["auto", 1])
 def test_module_that_is_compiled_during_the_training_stays_timed(
     gpu: FakeGPU, how: str, every: Any
@@ -291,6 +293,8 @@ def test_module_that_is_compiled_during_the_training_stays_timed(
                 model.compile(backend=backend)
             elif number == 40 and how == "compile(model)":
                 call = torch.compile(model, backend=backend)
+            elif number == 40 and how == "compile(model=model)":
+                call = torch.compile(model=model, backend=backend)
             elif number == 40:
                 model.inner = torch.compile(model.inner, backend=backend)
             work(call(x), gpu, 1.0, 1.0).sum().backward()

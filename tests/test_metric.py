@@ -97,6 +97,12 @@ def test_metric_continues_from_a_checkpoint() -> None:
     resumed.update(times(5.0))
     assert values_of(resumed)["forward_ms"] == 4.0
     assert values_of(metric)["forward_ms"] == 3.0
+    many = metric_of(*(times(3.0 + number % 2) for number in range(80)))
+    resumed = PhaseTimeMetric()
+    resumed.load_state_dict(many.state_dict())
+    resumed.update(times(3.0))
+    # The noise of the checkpoint, because one step shows none.
+    assert resumed.sums_ms[-1] == many.sums_ms[-1] > 0.0
     with pytest.raises(ValueError, match="the checkpoint has 16 phases, but the metric has 1"):
         PhaseTimeMetric(["forward"]).load_state_dict(metric.state_dict())
 

@@ -75,7 +75,7 @@ class Surroundings:
         self._wall_clock: WallClock | None = wall_clock  # None in a copy.
         self._host_ns = clock.host_ns
         self.batches, self.gpu = BatchLog(), GPUClock(clock)
-        # On a device, a delay of the host may appear in the step after it.
+        # True if the device may still run a step while the host is in the next one.
         self._runs_ahead = not isinstance(clock, HostClock)
         # Nothing on the machine can be compared with a simulated clock.
         is_real = clock.host_ns is time.perf_counter_ns or isinstance(clock.host_ns, LoopTime)
@@ -258,7 +258,7 @@ class Surroundings:
         if self._machine is None or not len(steps):
             return []
         ends = steps[:, 2].copy()
-        if self._runs_ahead:
+        if self._runs_ahead:  # Include what ran while the device was still in the step.
             follows = np.diff(steps[:, 0]) == 1
             ends[:-1] = np.where(follows, ends[1:], ends[:-1])
         found = self._machine.candidates(steps[:, 1], ends)
@@ -272,8 +272,9 @@ class Surroundings:
         name, padding = candidate.name, 0.0
         if candidate.kind == "batch":
             name = f"batches with more than {found.threshold:,.0f} {candidate.name}"
-            padding = 0.0 if candidate.name == "elements" else self.batches.padding
-        kind = "pressure" if name == WAITED else candidate.kind
+            padding = 0.0 if candidate.name == "elements" else self.batches.padding  # Of tokens.
+        # The loop's thread is no cause. That it lacks a core shows pressure on the machine.
+        kind = "pressure" if candidate.name == WAITED else candidate.kind
         interval = found.share, found.low, found.high
         return OutsideCause(kind, name, candidate.place, *interval, found.exposed, padding)
 

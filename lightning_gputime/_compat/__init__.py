@@ -1,8 +1,9 @@
 """Wrappers around internals of other libraries, which no other folder uses.
 
-Each private name is declared in this folder as a `Name`, with a fallback that disables the features
-that need it. Code that only needs public interfaces belongs elsewhere. This module looks the names
-up, and reports those that are missing.
+Each private attribute is declared in this folder as a `Name`, with a fallback that disables the
+features that need it. The self-check of a run finds out if Lightning has renamed its actions. Code
+that only needs public interfaces belongs elsewhere. This module looks the names up, and reports
+those that are missing.
 """
 
 import pkgutil
@@ -37,6 +38,8 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Name:
+    """A private name of another library, and what is lost without it."""
+
     path: str  # The dotted name, module first, such as "torch._C._current_graph_task_id".
     feature: str = ""  # Measurement that is missing without it. Empty if a public name replaces it.
     blurred: tuple[str, ...] = ()  # Phases that cannot be separated without it.

@@ -21,7 +21,8 @@ _PACKAGE = __name__.partition(".")[0] + "."
 def code_of(function: Any) -> CodeType | None:
     """Return the code of a function; None if it is not written in Python."""
     try:
-        code = inspect.unwrap(getattr(function, "func", function)).__code__
+        called = getattr(function, "func", function)  # Of a `partial`.
+        code = inspect.unwrap(called).__code__
         return code if isinstance(code, CodeType) else None
     except Exception:  # An object whose `__getattr__` returns anything.
         return None

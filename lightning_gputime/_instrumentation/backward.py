@@ -262,6 +262,7 @@ class WaitBoundary:
                     attachments.add(Subscription(owner, name, listener))
 
     def step_ended(self) -> None:
+        """Forget the streams of the step; the next starts on the current stream."""
         self._timed_ids.clear()
         self.note_stream()
 

@@ -72,6 +72,7 @@ class Boundaries:
         self.forward = ForwardBoundary(
             recorder, attachments, loop, self.optimizer, wall_clock, on_calls
         )
+        # Calls of `torch.compile` and `nn.Module.compile` during the training
         compilation = Calls(self.forward.compilation_begins, self.forward.compilation_ends)
         for owner in (torch, nn.Module):
             self._class_patches.add(Subscription(owner, "compile", compilation))

@@ -264,11 +264,13 @@ class ForwardBoundary:
         )
         return [self._attachments.add(Subscription(module, COMPILED_CALL, calls))]
 
-    def compilation_begins(self, module: Any = None, *_: Any, **__: Any) -> bool:
+    def compilation_begins(self, module: Any = None, *_: Any, model: Any = None, **__: Any) -> bool:
         """Remove the hooks of a module that is about to be compiled, and of all inside it.
 
-        They would be compiled, too, and their removal would recompile the module.
+        They would be compiled, too, and their removal would recompile the module. The arguments are
+        those of `torch.compile(model)` or `module.compile()`.
         """
+        module = model if module is None else module
         if not isinstance(module, nn.Module):
             return False
         inside = {id(each) for each in nn.Module.modules(module)}

@@ -264,6 +264,7 @@ class Items:
             self.of, self.source = lambda _: self.fixed, f"items={self.fixed:g}"
 
     def _of_first(self, batch: Any) -> float:
+        """Return the size where `_search` has found it last; search again in another type."""
         if type(batch) is self.kind:
             with suppress(Exception):  # Its structure may differ from that of the last batch.
                 return float((batch if self.key is None else batch[self.key]).shape[0])

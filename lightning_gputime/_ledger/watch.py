@@ -378,6 +378,10 @@ class _Monitoring:
         return self._watch.guard(self._watch.reach, code, number)
 
     def _on_return(self, code: CodeType, _: int, __: object) -> None:
+        """Handle the end of a call, by a return, a yield or an exception.
+
+        Exceptions are also reported from functions that are not followed.
+        """
         if self._watch.details.get(id(code), NOTHING) != NOTHING:
             self._watch.guard(self._watch.leave, code)
 

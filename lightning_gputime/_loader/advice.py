@@ -157,7 +157,7 @@ def advise_on_loader(case: Case) -> Iterator[Advice]:
 
 def _is_cpu_busy(m: Measurement) -> bool:
     """Return True if no CPU core is free for workers."""
-    if m.outside is not None and m.outside.core_wait_share:  # With a GPU
+    if m.outside is not None and m.outside.core_wait_share:  # With a GPU. It is 0 if below 20 %.
         return True
     return m.wall_clock is not None and m.wall_clock.core_wait_share >= 0.2
 

@@ -8,6 +8,7 @@ the sums for a summary.
 
 import contextlib
 import json
+import operator
 import os
 import platform
 import time
@@ -462,17 +463,18 @@ class WorkerTimer:
         """Write the lines with most of the time to the shared memory, as JSON."""
         self._lines = None
         rows = line_rows(lines.occurrences, trainer="", entry=WORKERS)
-        # Leave out the functions in which the worker's own loop runs. A forked worker starts below
-        # the line that has created the iterator, so they include the user's.
+        # Leave out the functions in which the worker's own loop runs. A forked worker starts inside
+        # of the call that has created the iterator, so these include functions of the user, such as
+        # `train`, which has called `iter(loader)`.
         base = {(file, name) for file, name, _ in lines.occurrences[0].loops}
         named = [row for row in rows if row.file and (row.file, row.function) not in base]
         found = [
             (row.function, row.file, row.line, row.last_line, row.ms) for row in named[:_MAX_LINES]
         ]
-        text = json.dumps(found).encode()
-        if len(text) < len(self._shared_lines):
-            # Overwrite all of the text of an earlier worker.
-            self._shared_lines[:] = text.ljust(len(self._shared_lines), b"\0")
+        while len(text := json.dumps(found).encode()) >= len(self._shared_lines):
+            found.pop()
+        # Overwrite all of the text of an earlier worker.
+        self._shared_lines[:] = text.ljust(len(self._shared_lines), b"\0")
 
 
 class _TimedSamples:
@@ -495,7 +497,9 @@ class _TimedSamples:
         """Return the index of the slowest sample since the last call; -1 if unknown."""
         index = self._slowest_index
         self._slowest_ns, self._slowest_index = 0, None
-        return int(index) if isinstance(index, int | Tensor) else -1
+        with contextlib.suppress(TypeError):  # A key that is no number, such as a name.
+            return operator.index(index)
+        return -1
 
 
 def _run_delay_ns() -> int:

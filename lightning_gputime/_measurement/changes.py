@@ -146,6 +146,7 @@ class StepSeries:
         Then call `find`, which takes milliseconds. `number` is the number of the last step,
         `phases_ms` the mean time of each phase per step; empty if no step was timed.
         """
+        # Steps since the last segment that were left out belong to this one.
         first_step = number - steps + 1 if self._next_step is None else self._next_step
         self._next_step = number + 1
         while self._later_epochs and self._later_epochs[0][0] <= first_step:
@@ -265,7 +266,11 @@ def _changes_of_phases(segments: Sequence[_Segment], shape: Floats) -> dict[str,
 
 
 def _local_medians(values: Floats) -> Floats:
-    """Return the running median over five segments."""
+    """Return the running median over five segments.
+
+    Example: 1, 9, 3, 4, 5, 6 become 2, 3, 4, 5, 5, 6. The medians of five are 4 and 5, those of the
+    first and the last three are 3 and 5, and both ends continue the median rise of 1.
+    """
     medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
     # At the ends, the median of three preserves a level of two segments. The outermost values
     # continue the slope of five segments.

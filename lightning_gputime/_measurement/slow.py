@@ -276,7 +276,7 @@ class SlowLog:
         return self._kept.excess_ms
 
     def unexplained_ms(self) -> dict[int, float]:
-        """Return the unexplained excess of the slow steps by number."""
+        """Return the unexplained excess of the slow steps by number, without dropped steps."""
         steps = [evidence.explained() for evidence, _ in self._kept.steps]
         return {step.step: step.unexplained_ms for step in steps}
 
@@ -314,18 +314,17 @@ class SlowLog:
         sums = kept.sums()
         # If steps were dropped, the parts by cause are estimates. Scale them to add up to the total
         # excess, which is exact.
-        is_exact = len(kept.steps) == kept.n
-        total_ms = all_ms if is_exact else all_ms * sums.excess_ms / kept.excess_ms
+        scale = 1.0 if len(kept.steps) == kept.n else kept.excess_ms / sums.excess_ms
         causes = sorted(sums.names_ms.items(), key=lambda item: item[1], reverse=True)
         lost: dict[str, dict[str, float]] = defaultdict(dict)
         for (phase, name), ms in sums.lost_ms.items():
-            lost[phase][name] = ms / total_ms
+            lost[phase][name] = scale * ms / all_ms
         return SlowSummary(
             n=kept.n,
             steps=steps,
             share=kept.excess_ms / all_ms,
-            cause_shares={name: ms / total_ms for name, ms in causes},
-            unexplained_share=sums.unexplained_ms / total_ms,
+            cause_shares={name: scale * ms / all_ms for name, ms in causes},
+            unexplained_share=scale * sums.unexplained_ms / all_ms,
             worst=max(kept.steps, key=lambda step: step[0].excess_ms)[0].explained(),
             lost_shares=dict(lost),
         )

@@ -131,7 +131,7 @@ class RankComparer:
             self._recent.extend(steps.measured)
             self._local.add(steps.measured)
 
-    def log_is_due(self, finished: int) -> None:
+    def schedule(self, finished: int) -> None:
         """Schedule a comparison of the steps up to the number `finished`, which all ranks read."""
         if self._at_logs and self._exchange is not None:
             self.due_step = finished

@@ -91,6 +91,7 @@ def pattern_of(
     windows = f"windows of {history.steps} steps" if history.steps > 1 else "steps"
 
     count = sum(late.culprits[rank] for rank in stragglers)
+    # Its cost is the only one that contains work that hosts hide: others are excluded below.
     if count and count >= 0.8 * n:
         who = "the same rank is" if len(stragglers) == 1 else "the same ranks are"
         cost = f"which costs {duration(own_share * late.cost_ms)} per step"
@@ -114,7 +115,9 @@ def pattern_of(
             where = f"{n_late} of {n} {windows}"
             at = np.flatnonzero(late.is_late)
             if at[-1] - at[0] == n_late - 1:  # Consecutive.
-                ends = [*history.first[1:], history.first[-1] + history.steps]
+                # The last window is as long as the one before it. If not every step is timed, it
+                # spans more steps than it has timed steps.
+                ends = [*history.first[1:], 2 * history.first[-1] - history.first[-2]]
                 first, end = history.first[at[0]], ends[at[-1]] - 1
                 where = f"steps {first} to {end}" if end > first else f"step {first}"
             cost = f"which costs {duration(late.cost_ms)} per step over the run"

@@ -229,10 +229,10 @@ class LoopTime:
 
 
 def loop_time() -> Callable[[], int]:
-    """Return the time of the calling thread, in which its loop runs on the CPU (in nanoseconds).
+    """Return a clock for a loop in the calling thread (in nanoseconds).
 
-    It is that of `time.perf_counter_ns` with an accelerator, whose time passes while the host waits
-    for a core, and on systems that do not count these waits.
+    On a CPU, it stands still while the thread waits for a core. With an accelerator, whose time
+    passes meanwhile, or on a system that does not count these waits, it is `time.perf_counter_ns`.
     """
     if not torch.accelerator.is_available():
         with suppress(OSError):

@@ -282,8 +282,8 @@ class Recorder:
             self.named.follow_with(label)
             return
         try:
-            is_annotated_or_new = self._annotate is not None or not self._free
-            if is_annotated_or_new or (self._may_capture() and self.clock.is_capturing()):
+            needs_record = self._annotate is not None or not self._free
+            if needs_record or (self._may_capture() and self.clock.is_capturing()):
                 self._record(label)
                 return
             # The same as `_record` does in the most common case, without another call.

@@ -216,6 +216,7 @@ class TimingCost:
         if size:
             self._n_read += size
             self._reads.append((size, reading_ns))
+            # Keep the largest reads: if every step were timed, all reads would be as large.
             largest = self._largest_reads[0][0] if self._largest_reads else 0
             if size > largest:
                 self._largest_reads.clear()

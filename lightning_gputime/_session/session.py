@@ -247,7 +247,7 @@ class Session:
         self.index = 0
         """Number of steps that have ended, timed or not: the index of the open step."""
         self._newest_number: int | None = None  # Number of the last step that ended.
-        self._first_ended_ns = 0  # Cumulative time of the first 5 steps.
+        self._first_steps_end_ns = 0  # Cumulative time of the first 5 steps.
         # Cumulative time of all steps at the end of the last step that ran with hooks.
         self._ended_ns = 0
 
@@ -257,7 +257,7 @@ class Session:
         # work queued. Set by `begin_step` and `end_step`.
         self._starts_drained = False
         # Cumulative time of all steps at the start of the newest examined step, set by `_examine`.
-        self._examination_ns = 0
+        self._examined_from_ns = 0
 
         # State after the steps that were read, set by `_take`.
         self._warmup_left = options.timed_warmup_steps  # Warm-up steps still to be read.
@@ -347,6 +347,7 @@ class Session:
 
     def continue_in_loop(self) -> None:
         """Continue the open step in another loop, without the time between the loops."""
+        # Exclude the time from the mark `BETWEEN` until now.
         self.recorder.pause(since=BETWEEN)
         self.recorder.resume()
 
@@ -448,7 +449,7 @@ class Session:
         skipped_update = self._boundaries.step_ended(timed=is_timed)
         self._ended_ns = now_ns - self._wall_clock.outside_ns
         if self.index == _FIRST_STEPS:
-            self._first_ended_ns = self._ended_ns
+            self._first_steps_end_ns = self._ended_ns
         if not self.times_all:
             self._add_duration()
             self._starts_drained = mode is EXAMINED
@@ -513,7 +514,7 @@ class Session:
         if len(steps) == steps.maxlen and number_read >= self._log_due_at:
             self._log_due_at = self._means.next_due(number_read)
             self._means.step_finished(number_read)
-            self._comparison.log_is_due(number_read)
+            self._comparison.schedule(number_read)
 
     def _add_duration(self) -> None:
         """Add the duration of the step that has ended to the statistics of all steps."""
@@ -590,9 +591,9 @@ class Session:
     def _step_examined(self, number: int, index: int) -> None:
         """Keep what the examiner has found in a step, and choose the next step to examine."""
         # Time that this step took longer than the mean step before it, in mean steps.
-        took_ns = self._ended_ns - self._examination_ns
+        took_ns = self._ended_ns - self._examined_from_ns
         n_before = max(index - _FIRST_STEPS, 1)
-        mean_ns = (self._examination_ns - self._first_ended_ns) / n_before
+        mean_ns = (self._examined_from_ns - self._first_steps_end_ns) / n_before
         cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
         self._ledger.unavailable = self._examiner.unavailable
         self._ledger.trained_tensors[number] = len(self._examiner.trained)
@@ -663,8 +664,8 @@ class Session:
 
     def _examine(self) -> None:
         """Examine the step that has just started. If that is impossible, only time it."""
-        self._examination_ns = self._wall_clock.steps_ns(self._host_ns())
-        mean_ns = self._examination_ns / max(self.index, 1)
+        self._examined_from_ns = self._wall_clock.steps_ns(self._host_ns())
+        mean_ns = self._examined_from_ns / max(self.index, 1)
         lines = self._examiner.start(mean_ns)
         self._ledger.unavailable = self._examiner.unavailable
         if lines is None:
