@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGPU, batches
@@ -163,8 +164,9 @@ def test_lines_of_workers_have_exact_times_even_if_workers_start_again(
     assert [(function, ms) for function, _, ms, _ in found[1:]] == [("collate", 2.0)]
 
 
-def test_slowest_sample_of_a_worker_is_found(times_of: TimesOf) -> None:
-    times = times_of(Photos(Clock()), 20)
+@pytest.mark.parametrize("batch_type", [list, np.array, torch.tensor])
+def test_slowest_sample_of_a_worker_is_found(times_of: TimesOf, batch_type: Any) -> None:
+    times = times_of(Photos(Clock()), 20, batch_type=batch_type)
     assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 1)
     assert times.long_batches == 1
     assert times.long_share == pytest.approx(55.0 / (19 * 6.0 + 55.0))

@@ -698,13 +698,13 @@ def test_all_ranks_examine_the_same_steps(
 
 
 def with_windows(
-    *by_rank: Sequence[float], steps: int = 4, newest: Any = None, **more: Any
+    *by_rank: Sequence[float], steps: int = 4, apart: int = 0, newest: Any = None, **more: Any
 ) -> list[RankTotals]:
-    """Return totals of ranks with these local times in windows."""
+    """Return totals of ranks with these local times in windows, which start `apart` steps apart."""
     windows = [
         StepWindows(
             steps,
-            range(0, steps * len(local_ms), steps) if rank == 0 else (),
+            range(0, (apart or steps) * len(local_ms), apart or steps) if rank == 0 else (),
             local_ms,
             [1.0] * len(local_ms),
             newest[rank] if newest else [],
@@ -735,6 +735,8 @@ IN_EACH_STEP = [[15.0 + 6.0 * (i % 4 == rank) for i in range(32)] for rank in ra
         ([late_in(range(8, 10))], {}, "transient", "steps 32 to 39, which costs 0.8 ms"),
         ([late_in([2, 11, 17])], {}, "transient", "3 of 20 windows of 4 steps, which costs 1.2 ms"),
         ([late_in([19])], {"steps": 1}, "transient", "step 19, which costs 0.4 ms"),
+        # 4 of 40 steps are timed.
+        ([late_in([19])], {"apart": 40}, "transient", "steps 760 to 799, which costs 0.4 ms"),
         # Rank 1 is last in all windows, but most of them are too noisy to tell.
         ([late_in([4, 5], 8.0, 0.7)], {}, "transient", "steps 16 to 23, which costs 0.8 ms"),
         ([late_in([4, 5], 3.2, 0.7)], {}, "", None),
