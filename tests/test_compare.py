@@ -550,18 +550,20 @@ def test_show_prints_the_slow_steps(files: list[str], tmp_path: Path, command: C
     assert "H200 · torch 2.13.0 · batch 32" in printed
     assert "Slow steps" not in printed
     assert json.loads(command("show", files[0], "--json").out)["steps"] == 1000
-    causes = (Cause("ranks", 9.0, 3.0, ""), Cause("dataloader", 2.0, 1.5, "its start"))
+    # Files of earlier versions have the cause `off_cpu`.
+    causes = (Cause("ranks", 9.0, 3.0, ""), Cause("off_cpu", 2.0, 1.5, "stopped or blocked"))
     steps = [SlowStep(7, 20.0, 15.0, "loss", causes, 0.5), SlowStep(9, 18.0, 15.0, "data", (), 3.0)]
     [path] = saved_to(tmp_path, replace(run(1), slow_steps=steps))
-    assert command("show", path).out.splitlines()[-9:] == [
+    assert command("show", path).out.splitlines()[-10:] == [
         "Slow steps in ms",
         "",
         " step    time  baseline  excess  most in  causes",
-        "-" * 82,
-        "    7  20.000    15.000   5.000  loss     3 ms other ranks, 1.5 ms the loader (its",
-        "                                            start), 0.5 ms unexplained",
+        "-" * 74,
+        "    7  20.000    15.000   5.000  loss     3 ms other ranks, 1.5 ms off-CPU",
+        "                                            (stopped or blocked), 0.5 ms",
+        "                                            unexplained",
         "    9  18.000    15.000   3.000  data     3 ms unexplained",
-        "-" * 82,
+        "-" * 74,
         "all 2                     8.000",
     ]
 

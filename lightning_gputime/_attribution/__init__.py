@@ -25,8 +25,9 @@ class OutsideCause:
     It does so more often than by chance, with a probability of at most 1 % for any false cause.
 
     Attributes:
-        kind: "thread", "process", "GPU process", "batch", "pressure" (on a resource of the
-            machine) or "pages" (swapped, or read for page faults).
+        kind: "thread", "process", "GPU process", "batch", "core" (waits of the loop's thread for a
+            CPU core), "pressure" (on a resource of the machine) or "pages" (swapped, or read for
+            page faults).
         name: Name for sentences, such as "thread `save`".
         place: File and line of a thread, or id of a process; may be empty.
         share: Fraction of the excess that code in the loop does not explain, from 0 to 1.
@@ -71,6 +72,11 @@ class OutsideSummary:
     # Fraction of the time in which the loop's thread waited for a CPU core; 0 if small, and without
     # an accelerator, where times exclude these waits.
     core_wait_share: float = 0.0
+
+    @property
+    def explained(self) -> float:
+        """Fraction of the excess that coincides with the causes."""
+        return sum(cause.share for cause in self.causes)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -118,6 +124,9 @@ def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[float, str, str]
             code, how = "other_process", f"move {cause} to other cores or another machine"
         elif cause.kind == "GPU process":
             code, how = "other_process", f"move {cause} to another GPU"
+        elif cause.kind == "core":
+            code, how = "busy_cores", "run fewer threads, workers and other processes"
+            because = f"{cause} coincide with {cause.percent} of the unexplained excess"
         elif cause.kind == "batch":
             code, how = "group_batches", "group batches by length"
             how += ", or pack sequences" if cause.padding else ""

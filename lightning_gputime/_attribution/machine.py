@@ -36,6 +36,7 @@ _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become b
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")
 _PAGES = re.compile(rb"^(pswpin|pswpout|pgmajfault) (\d+)", re.MULTILINE)
+_WORKER = "pt_data_worker"  # Name that torch gives to the workers of loaders.
 BLOCKED, WAITED = "waits of the loop's thread", "waits of the loop's thread for a CPU core"
 """Names of the times in which the thread of the loop was blocked, and was ready without a core."""
 
@@ -154,6 +155,8 @@ class Processes(MachineSource):
         for pid in {*self._busy, *children}:
             with suppress(OSError, ValueError, IndexError):
                 name, parent, core, seconds = self._stat(pid)
+                if name == _WORKER:
+                    continue  # The loop may wait for it, for other reasons than its work.
                 used_s[pid] = seconds
                 # Count other processes only since the read at which they have become busy.
                 grown_s = seconds - self._used_s.get(pid, 0.0 if pid in new else seconds)
@@ -333,11 +336,6 @@ class MachineLog:
     def stop(self) -> None:
         """End the thread. Safe to call twice."""
         self._wake.set()
-
-    @property
-    def since_ns(self) -> float:
-        """Cumulative time of the steps from which all sources have readings; 0 without readings."""
-        return max([each.readings[0][0] for each in self._sources if each.readings], default=0)
 
     def candidates(self, starts_ns: npt.NDArray[Any], ends_ns: npt.NDArray[Any]) -> list[Candidate]:
         """Return what grew during some steps; NaN before the first and after the last reading.

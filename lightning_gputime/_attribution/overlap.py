@@ -3,10 +3,11 @@
 A candidate has one value per step: the fraction of the step in which something else ran, or a
 property of the step such as its number of tokens. A step is *exposed* to the candidate if its value
 is above a threshold. The *share* of a candidate is its attributable fraction (Levin 1953): the part
-of the excess that would be missing if exposed steps had as much excess as the other steps. With
-the fraction `inside` of the excess in exposed steps, and the fraction `exposed` of all steps, it is
+of the excess that would be missing if exposed steps had as much excess as the other steps. With the
+fraction `inside` of the excess in exposed steps, and the fraction `exposed` of all steps, it is
 `(inside - exposed) / (1 - exposed)`: 0 by chance, 1 if all of the excess is in exposed steps. For
-example, if 10 % of the steps have 70 % of the excess, it is (0.7 - 0.1) / 0.9 = 0.67.
+example, if 10 % of the steps have 70 % of the excess, it is (0.7 - 0.1) / 0.9 = 0.67. Steps of
+which the value is unknown do not count, as long as they have less than half of the excess.
 
 A candidate is significant if blocks of excess that are placed at random have less excess in exposed
 steps. The excess keeps its autocorrelation inside of a block. Only what the candidate itself does
@@ -100,10 +101,12 @@ def attribute(
         low, high = _interval(left_ms, split, random)
         scale = float(left_ms.sum()) / total_ms
         if low > 0.0:
-            exposed = float(split.is_exposed.mean())
+            exposed = float(split.is_exposed[split.is_known].mean())
             shares = (split.share * scale, low * scale, high * scale)
             found.append(Attribution(candidate, *shares, exposed, split.threshold))
-            inside_ms, outside_ms = _means(left_ms, split.is_exposed)
+            inside_ms, outside_ms = _means(left_ms, split)
+            # Assume the same share where it is unknown.
+            left_ms = np.where(split.is_known, left_ms, left_ms * (1.0 - split.share))
             left_ms = np.where(split.is_exposed, left_ms * outside_ms / inside_ms, left_ms)
     return found
 
@@ -112,6 +115,7 @@ class _Split(NamedTuple):
     """Steps that are exposed to a candidate, by the threshold with the largest share."""
 
     is_exposed: npt.NDArray[np.bool_]
+    is_known: npt.NDArray[np.bool_]
     threshold: float
     share: float
 
@@ -129,10 +133,13 @@ def _thresholds(values: Floats) -> list[float]:
 
 
 def _best_split(excess_ms: Floats, values: Floats) -> _Split:
-    splits = []
+    splits, is_known = [], np.isfinite(values)
+    if excess_ms[is_known].sum() < 0.5 * excess_ms.sum():
+        is_known = np.ones_like(is_known)  # Too little is known: count the others as not exposed.
     for threshold in _thresholds(values):
         is_exposed = np.nan_to_num(values, nan=-np.inf) > threshold
-        splits.append(_Split(is_exposed, threshold, _share(excess_ms, is_exposed)))
+        share = _share(excess_ms[is_known], is_exposed[is_known])
+        splits.append(_Split(is_exposed, is_known, threshold, share))
     # Of thresholds that are about as good, the highest separates the slow steps from the others.
     best = max(split.share for split in splits)
     return [split for split in splits if split.share >= best - 0.01][-1]
@@ -140,16 +147,17 @@ def _best_split(excess_ms: Floats, values: Floats) -> _Split:
 
 def _share(excess_ms: Floats, is_exposed: npt.NDArray[np.bool_]) -> float:
     """Return the attributable fraction."""
-    total_ms, exposed = float(excess_ms.sum()), float(is_exposed.mean())
+    total_ms, exposed = float(excess_ms.sum()), float(is_exposed.mean()) if len(excess_ms) else 0.0
     if not total_ms or exposed in (0.0, 1.0):
         return 0.0
     inside = float(excess_ms[is_exposed].sum()) / total_ms
     return (inside - exposed) / (1.0 - exposed)
 
 
-def _means(excess_ms: Floats, is_exposed: npt.NDArray[np.bool_]) -> tuple[float, float]:
+def _means(excess_ms: Floats, split: _Split) -> tuple[float, float]:
     """Return the mean excess of exposed steps, and of the others."""
-    return float(excess_ms[is_exposed].mean()), float(excess_ms[~is_exposed].mean())
+    others = ~split.is_exposed & split.is_known
+    return float(excess_ms[split.is_exposed].mean()), float(excess_ms[others].mean())
 
 
 def _repeats(excess_ms: Floats, split: _Split) -> bool:
@@ -168,7 +176,7 @@ def _block_length(excess_ms: Floats, split: _Split) -> int:
     For example, with correlations of 0.5 and 0.2 between steps at a distance of 1 and 2, this time
     is 2 * (1 + 0.5 + 0.2) - 1 = 2.4 steps, and a block has 8 steps.
     """
-    n, (inside_ms, outside_ms) = len(excess_ms), _means(excess_ms, split.is_exposed)
+    n, (inside_ms, outside_ms) = len(excess_ms), _means(excess_ms, split)
     rest = excess_ms - np.where(split.is_exposed, inside_ms, outside_ms)
     spectrum = np.abs(np.fft.rfft(rest, 2 * n)) ** 2
     correlation = np.fft.irfft(spectrum)[: max(n // 10, 2)]
@@ -208,6 +216,7 @@ def _interval(excess_ms: Floats, split: _Split, random: np.random.Generator) -> 
     length = min(max(_block_length(excess_ms, split), 5), n // 10)
     starts = random.integers(0, n, (_RESAMPLES, n // length))
     steps = (starts[:, :, None] + np.arange(length)).reshape(_RESAMPLES, -1) % n
-    shares = [_share(excess_ms[each], split.is_exposed[each]) for each in steps]
+    known = [each[split.is_known[each]] for each in steps]
+    shares = [_share(excess_ms[each], split.is_exposed[each]) for each in known]
     low, high = np.quantile(shares, [0.025, 0.975])
     return float(low), min(float(high), 1.0)

@@ -190,12 +190,6 @@ class Surroundings:
             excess_ms = _excess(all_ms)
             for i, index in enumerate(every[:, 0].astype(int).tolist()):
                 excess_ms[i] = min(excess_ms[i], unexplained_ms.get(index, np.inf))
-        if self._machine is not None:
-            # What ran next to earlier steps is unknown.
-            is_known = steps[:, 1] >= self._machine.since_ns
-            if np.count_nonzero(is_known) >= MIN_STEPS:
-                steps, all_ms, excess_ms = steps[is_known], all_ms[is_known], excess_ms[is_known]
-                batches = [each._replace(values=each.values[is_known]) for each in batches]
         if len(steps) < MIN_STEPS:
             return None
 
@@ -273,8 +267,8 @@ class Surroundings:
         if candidate.kind == "batch":
             name = f"batches with more than {found.threshold:,.0f} {candidate.name}"
             padding = 0.0 if candidate.name == "elements" else self.batches.padding  # Of tokens.
-        # The loop's thread is no cause. That it lacks a core shows pressure on the machine.
-        kind = "pressure" if candidate.name == WAITED else candidate.kind
+        # The loop's thread itself is no cause.
+        kind = "core" if candidate.name == WAITED else candidate.kind
         interval = found.share, found.low, found.high
         return OutsideCause(kind, name, candidate.place, *interval, found.exposed, padding)
 

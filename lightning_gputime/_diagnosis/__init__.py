@@ -40,7 +40,7 @@ OTHER_RANKS = "other ranks"
 STRAGGLER = "the straggler"
 SLOW = "slow steps: "
 COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
-ALLOCATOR = f"{SLOW}the allocator"
+ALLOCATOR, OFF_CPU = f"{SLOW}the allocator", f"{SLOW}off-CPU"  # The second only in older files.
 TIMING = "timing itself"
 NOT_SAMPLED = "not sampled"
 NOT_EXAMINED = " (not examined)"  # Follows the name of a phase: its time in no examined step.
@@ -54,7 +54,7 @@ CODES: Mapping[str, str] = {
     COMMUNICATION: COMMUNICATION_BOUND,
     OTHER_RANKS: STRAGGLER_BOUND,
     STRAGGLER: STRAGGLER_BOUND,
-    **dict.fromkeys((COLLECTIONS, COMPILATIONS, ALLOCATOR), HOST_BOUND),
+    **dict.fromkeys((COLLECTIONS, COMPILATIONS, ALLOCATOR, OFF_CPU), HOST_BOUND),
     **dict.fromkeys(
         (
             *wall.ONCE,

@@ -10,6 +10,7 @@ from lightning_gputime._diagnosis import (
     MIN_OF_ENTRY,
     MIN_PART,
     MODEL_PHASES,
+    OFF_CPU,
     OTHER_RANKS,
     STANDARD_PHASES,
     STRAGGLER,
@@ -185,7 +186,8 @@ def _advise_on_phase(case: Case) -> Iterator[Advice]:
         why = f" ({m.lines_unavailable})" if m.lines_unavailable else ""
         text = f"`{name}` takes {case.took}, at unknown lines{why}: name its parts with"
         yield Advice("name_phase", f'{text} phase("name")', {"phase": name})
-    is_explained = m.outside is not None and (m.outside.causes or m.outside.blocking)
+    outside = m.outside
+    is_explained = outside is not None and (outside.blocking or outside.explained >= 0.5)
     is_long_in_few = name in m.rows and is_rare(m.rows[name])
     if case.setup.is_own_loop and is_long_in_few and not is_explained:
         yield _pause(name)
@@ -431,4 +433,5 @@ _RULES: Mapping[str, Rule] = {
     COLLECTIONS: _collect_less,
     COMPILATIONS: _compile_once,
     ALLOCATOR: _always("expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    OFF_CPU: _always("busy_cores", "run fewer threads and processes than there are CPU cores"),
 }

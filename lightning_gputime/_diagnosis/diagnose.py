@@ -1,6 +1,7 @@
 """Diagnosis of a training run, derived from its measurement."""
 
 from dataclasses import replace
+from operator import itemgetter
 
 from lightning_gputime._attribution import advice_on
 from lightning_gputime._diagnosis import (
@@ -92,11 +93,15 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if slowdown is not None and slowdown.lost_share >= _MIN_SLOWDOWN and not m.work_change:
         headline += f"; {slowdown}"
         advice = _add_slowdown(advice, slowdown, breakdown, bottleneck=breakdown[found.entry])
-    # Advice on what costs more than the bottleneck comes first.
-    bottleneck_share = _saved_share(breakdown[found.entry])
-    for share, code, text in advice_on(m.outside):
-        outside = Advice(code, text)
-        advice = (outside, *advice) if share > bottleneck_share else (*advice, outside)
+    # Advice on what costs more than the bottleneck comes first. Without an entry, the bottleneck is
+    # all of the model's work.
+    of_model = sum(row.share for row in breakdown.rows if _is_models_entry(row))
+    bottleneck_share = _saved_share(breakdown[found.entry]) if found.entry else of_model
+    outside = sorted(advice_on(m.outside), key=itemgetter(0), reverse=True)
+    costs_more = [share * breakdown.steps_share > bottleneck_share for share, *_ in outside]
+    on_outside = [Advice(code, text) for _, code, text in outside]
+    n_first = sum(costs_more)
+    advice = (*on_outside[:n_first], *advice, *on_outside[n_first:])
     unique = tuple({item.text: item for item in advice}.values())
     return replace(found, headline=headline, time_breakdown=breakdown, advice=unique)
 

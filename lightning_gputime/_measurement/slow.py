@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_gputime._messages import percent, unit_of
 
 CauseKind = Literal[
-    "garbage_collection", "compilation", "allocator", "dataloader", "callback", "ranks"
+    "garbage_collection", "compilation", "allocator", "dataloader", "callback", "ranks", "off_cpu"
 ]
 
 # A step is slow if its excess is larger than each of these:
@@ -42,7 +42,7 @@ class Cause:
     Attributes:
         kind: "garbage_collection" (of Python), "compilation" (by `torch.compile`), "allocator" (of
             GPU memory), "dataloader", "callback" (also a logger or a named phase) or "ranks"
-            (waiting for other ranks).
+            (waiting for other ranks). In older files also "off_cpu": the loop's thread did not run.
         host_ms: Delay of the host (in milliseconds).
         exposed_ms: Part of the delay that reached the GPU, because queued work did not hide it (in
             milliseconds).
