@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_gputime._attribution.overlap import Candidate, attribute
+from lightning_gputime._attribution.surroundings import _excess
 
 STEPS = 600
 
@@ -94,3 +95,20 @@ def test_few_slow_steps_or_one_coincidence_are_no_evidence() -> None:
     constant, unknown = np.ones(STEPS), np.full(STEPS, np.nan)
     random = np.random.default_rng(5)
     assert attribute(excess(random), [Candidate("a", constant), Candidate("b", unknown)]) == []
+
+
+@pytest.mark.parametrize(
+    ("slow", "n_slow"),
+    [
+        (range(900, 1000), 100),  # It lasts for less than half of 250 steps.
+        (range(1900, 2000), 0),  # Steps that stay long are a slowdown.
+        (range(7, 2000, 12), 167),
+        (range(0), 0),
+    ],
+)
+def test_slow_steps_are_longer_than_before_and_after_them(slow: range, n_slow: int) -> None:
+    all_ms = np.random.default_rng(0).normal(10.0, 0.1, 2000)
+    all_ms[slow] += 5.0
+    excess_ms = _excess(all_ms)
+    assert np.count_nonzero(excess_ms) == n_slow
+    assert np.count_nonzero(excess_ms[slow]) == n_slow

@@ -39,9 +39,9 @@ from lightning_gputime._measurement.untimed import MIN_WAIT_SHARE, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.clock import Clock, HostClock, LoopTime
 
-# Maximum number of steps whose median is the baseline of the step in their middle. A cause that
-# lasts for half of them would be the baseline.
-_NEIGHBORS = 501
+# Maximum number of steps before a step, and after it, whose medians are its baseline; and minimum
+# number. A cause that lasts for half of them would be the baseline.
+_NEIGHBORS, _MIN_NEIGHBORS = 250, 25
 # Minimum fractions of the time for which a thread may block the loop, or the loop waits for a core.
 _MIN_BLOCKED, _MIN_WAITED = 0.3, 0.2
 _MAX_STEPS = 4000  # Number of newest timed steps that are joined.
@@ -289,16 +289,31 @@ class Surroundings:
 
 
 def _excess(all_ms: Any) -> Any:
-    """Return the time of each step above the median of its neighbors; 0 for steps not slow."""
+    """Return the time of each step above its baseline; 0 for steps that are not slow.
+
+    The baseline is the larger of two medians, over the steps before and after it. So steps that
+    stay long, as after a slowdown, are not slow.
+    """
     if len(all_ms) < MIN_STEPS:
         return np.zeros(len(all_ms))
-    n = min(_NEIGHBORS, len(all_ms) // 3 * 2 + 1)
-    padded = np.pad(all_ms, n // 2, mode="reflect")
-    baseline = np.median(np.lib.stride_tricks.sliding_window_view(padded, n), axis=1)
+    baseline = np.maximum(_medians_before(all_ms), _medians_before(all_ms[::-1])[::-1])
     away = all_ms - baseline
     min_ms = np.maximum(MIN_EXCESS_SHARE * baseline, MIN_EXCESS_MS)
     min_ms = np.maximum(min_ms, MIN_EXCESS_DEVIATIONS * np.median(np.abs(away)))
     return np.where(away > min_ms, away, 0.0)
+
+
+def _medians_before(all_ms: Any) -> Any:
+    """Return the median of the steps before each step; that of the first steps for these."""
+    n = min(_NEIGHBORS, len(all_ms) // 3)
+    first = min(_MIN_NEIGHBORS, n)
+    medians = np.full(len(all_ms), np.median(all_ms[:first]))
+    for i in range(first, n):
+        medians[i] = np.median(all_ms[:i])
+    windows = np.lib.stride_tricks.sliding_window_view(all_ms, n)
+    # That of every eighth step is enough.
+    medians[n:] = np.repeat(np.median(windows[:-1:8], axis=1), 8)[: len(all_ms) - n]
+    return medians
 
 
 def _change_of(candidate: Candidate, is_after: Any) -> str:
