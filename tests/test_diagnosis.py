@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gputime import Cause, SlowStep
-from lightning_gputime._attribution import OutsideCause, OutsideSummary
+from lightning_gputime._attribution import OUTSIDE_CODES, OutsideCause, OutsideSummary
 from lightning_gputime._diagnosis import CODES, Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._ledger.rows import LineRow, PhasePart
@@ -629,6 +629,23 @@ def test_pause_is_advised_for_a_phase_long_in_few_steps_without_another_cause(
     measured = with_row(host, "other", p50_ms=0.1, p95_ms=p95_ms)
     diagnosis = diagnose(measured, replace(LOADER, is_own_loop=True))
     assert bool(texts(diagnosis, "pause")) == is_advised
+
+
+# The loader takes 27 %, then 69 % of the time.
+@pytest.mark.parametrize(("loader_ms", "n_first"), [(5.0, 1), (30.0, 0)])
+def test_advice_on_causes_outside_is_ordered_by_their_share(loader_ms: float, n_first: int) -> None:
+    causes = tuple(
+        replace(SAVES, kind=kind, name=kind, share=share)
+        for kind, share in (("process", 0.26), ("thread", 0.6), ("pressure", 0.04))
+    )
+    outside = OutsideSummary(9, 100, 0.5, causes, core_wait_share=0.2)
+    host = on_host({"data": loader_ms, "data/fetch": loader_ms}, outside=outside)
+    diagnosis, _ = diagnosed(host, LOADER)
+    codes = [advice.code for advice in diagnosis.advice]
+    ordered = ["busy_thread", "busy_cores", "other_process", "shared_machine"]
+    assert [code for code in codes if code in OUTSIDE_CODES] == ordered
+    assert codes[:n_first] == ordered[:n_first]
+    assert codes[n_first] == "cheaper_transforms"
 
 
 STRETCH = {"kind": "stretch", "until_step": 1500}
