@@ -578,7 +578,7 @@ class GPUPhaseHooks(Timer):
             self._give_up(error)
 
     # In a loop over `steps` that evaluates the model, no batch is open (`BatchState.is_open`).
-    # None is open during a `generate` of transformers either: there, such a loop is only passed on.
+    # Neither is one during a `generate` of transformers: there, such a loop only yields its items.
 
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which is not part of any step."""

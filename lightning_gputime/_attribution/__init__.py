@@ -15,6 +15,7 @@ from lightning_gputime._messages import percent
 
 OUTSIDE_CODES = ("busy_cores", "busy_thread", "other_process", "group_batches", "shared_machine")
 """Codes of the advice. Its text names the cause."""
+_FREE_CORES = "run fewer threads, workers and other processes"
 _MIN_ADVICE_SHARE = 0.02  # Causes of a smaller fraction of the time get no advice.
 
 
@@ -80,7 +81,7 @@ class OutsideSummary:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What coincides with slow steps, and what may slow down all steps."""
+        """Sentences on the causes of slow steps, and on what may slow down all steps."""
         found = []
         if self.blocking is not None:
             found.append(
@@ -103,12 +104,9 @@ def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[float, str, str]
     if summary is None:
         return
     if summary.core_wait_share:
-        yield (
-            summary.core_wait_share,
-            "busy_cores",
-            "run fewer threads, workers and other processes: the loop's thread waited"
-            f" {percent(summary.core_wait_share)} of the time for a CPU core",
-        )
+        share = summary.core_wait_share
+        because = f"the loop's thread waited {percent(share)} of the time for a CPU core"
+        yield share, "busy_cores", f"{_FREE_CORES}: {because}"
     if summary.blocking is not None:
         share = summary.blocking.share
         because = f"it may block the loop for up to {percent(share)} of the time"
@@ -125,7 +123,7 @@ def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[float, str, str]
         elif cause.kind == "GPU process":
             code, how = "other_process", f"move {cause} to another GPU"
         elif cause.kind == "core":
-            code, how = "busy_cores", "run fewer threads, workers and other processes"
+            code, how = "busy_cores", _FREE_CORES
             because = f"{cause} coincide with {cause.percent} of the unexplained excess"
         elif cause.kind == "batch":
             code, how = "group_batches", "group batches by length"

@@ -23,6 +23,7 @@ import torch
 
 from lightning_gputime._attribution.overlap import Candidate
 from lightning_gputime._compat.python_ import place_in_thread
+from lightning_gputime._compat.torch_ import LOADER_WORKER
 from lightning_gputime._measurement.culprits import Source
 from lightning_gputime._record.clock import IGNORED_THREADS, thread_ns
 
@@ -36,7 +37,6 @@ _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become b
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")
 _PAGES = re.compile(rb"^(pswpin|pswpout|pgmajfault) (\d+)", re.MULTILINE)
-_WORKER = "pt_data_worker"  # Name that torch gives to the workers of loaders.
 BLOCKED, WAITED = "waits of the loop's thread", "waits of the loop's thread for a CPU core"
 """Names of the times in which the thread of the loop was blocked, and was ready without a core."""
 
@@ -155,7 +155,7 @@ class Processes(MachineSource):
         for pid in {*self._busy, *children}:
             with suppress(OSError, ValueError, IndexError):
                 name, parent, core, seconds = self._stat(pid)
-                if name == _WORKER:
+                if name == LOADER_WORKER:
                     continue  # The loop may wait for it, for other reasons than its work.
                 used_s[pid] = seconds
                 # Count other processes only since the read at which they have become busy.

@@ -311,7 +311,7 @@ def _medians_before(all_ms: Any) -> Any:
     for i in range(first, n):
         medians[i] = np.median(all_ms[:i])
     windows = np.lib.stride_tricks.sliding_window_view(all_ms, n)
-    # That of every eighth step is enough.
+    # The median changes slowly, so compute every eighth.
     medians[n:] = np.repeat(np.median(windows[:-1:8], axis=1), 8)[: len(all_ms) - n]
     return medians
 

@@ -494,6 +494,8 @@ def spin_kernel() -> Callable[[int], None] | None:
     return found
 
 
+LOADER_WORKER = "pt_data_worker"
+"""Name of the processes of a loader's workers since torch 2.6; before, that of Python."""
 _ITERATOR = Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the fetches of a plain loop")
 
 

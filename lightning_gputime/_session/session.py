@@ -154,7 +154,7 @@ class Session:
         self._on_step = step_calls(options.observers)
         self._on_slow_step = methods(options.observers, "on_slow_step")
 
-        # What chooses the timed steps. Each log interval needs some of them.
+        # Choice of the timed steps. Each log interval needs some of them.
         is_logged = means.writer.has_destination or len(options.observers) > 0
         has_logs = is_logged or self._comparison.is_on
         requires_all = {
@@ -184,7 +184,7 @@ class Session:
         if not options.lines:
             self._examinations.stop()
 
-        # What records the steps: hooks call the recorder, which passes the steps to `_take` once it
+        # Recording of the steps: hooks call the recorder, which passes the steps to `_take` once it
         # has read the times of their events.
         self.recorder = recorder = Recorder(
             clock,
@@ -205,7 +205,7 @@ class Session:
             recorder, loop, work.on_call, self._wall_clock, self._examiner
         )
 
-        # What processes the steps that were read.
+        # Readers of the recorded steps.
         means.set_source(results, is_sampled=not self.times_all, is_logged=is_logged)
         read_peaks = getattr(clock, "peak_memory", None)
         self._memory = MemoryWatch(read_peaks) if read_peaks is not None else None
@@ -228,7 +228,7 @@ class Session:
             self._self_check.steps_read,
         ]
 
-        # What is removed at the end.
+        # Attachments and objects to remove at the end.
         self._until_end = Attachments()  # See `attach_until_end`.
         self._to_remove = [
             *(self._comparison, self._analyzer, self._surroundings),
