@@ -232,7 +232,9 @@ class StepTimes:
         """Add the step that has just ended."""
         session = self._timer._session
         mode_before, self._mode = self._mode, session.mode
-        has_checked = session._checked_at == session.index  # It may have read or logged, too.
+        has_checked = (
+            session._checked_at == session.counter.index
+        )  # It may have read or logged, too.
         self._us.append(us)
         self._is_special.append(mode_before is not OFF or session.mode is not OFF or has_checked)
 

@@ -41,7 +41,7 @@ class TimerOptions(TypedDict, total=False):
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
         every_n_steps: Time 1 of every n steps. "auto" times every step if the GPU sets the pace.
             Otherwise it times the first 100 steps, then a few steps in each log interval or in each
-            500 steps, so that timed steps add about 1 % to the time. It also times every step for
+            500 steps, so that timing adds about 1 % to the time. It also times every step for
             `annotate`, a log at each step, and `observers` that take steps. Statistics exclude the
             steps in which lines are timed, unless every step is timed for one of these reasons.
         sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of

@@ -206,16 +206,19 @@ class Fit(BatchState):
             # `data` of the next batch.
             if batch is None and not (self._in_batch or self._step_fetches):
                 return
-            session = self._session
-            if session.mode is OFF:
-                # Until the hooks return, the trainer's count of batches ends steps, unless it was
-                # wrong before. Without calls of functions, because most batches end here.
+            session, counter = self._session, self._session.counter
+            if counter.is_on:
+                # Until the hooks return, the trainer's count of batches ends steps. Most batches
+                # end here.
                 n, trainer = batch_idx + 1, self.trainer
-                if session.needs_updates:
-                    ends = self._decide_step_end(batch_idx)
-                else:
-                    ends = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-                if ends:
+                ends = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+                if ends and counter.count(self._step_number()):
+                    session.check_without_hooks()
+                    if session.mode is not OFF:
+                        self._follow_hooks()
+                return
+            if session.mode is OFF:  # That count was wrong before.
+                if self._decide_step_end(batch_idx):
                     session.end_step_without_hooks(self._step_number())
                     if session.mode is not OFF:
                         self._follow_hooks()

@@ -164,6 +164,7 @@ class _PlainLoop(BatchState):
         self._accumulate_grad_batches = accumulate_grad_batches
         self._gradient_state = gradient_state
         self._first_step, self._n_optimizers = first_step, n_optimizers
+        self._is_batch_a_step = accumulate_grad_batches == 1 and gradient_state is None
         self.start()
 
     def start(self) -> None:
@@ -195,6 +196,8 @@ class _PlainLoop(BatchState):
         timer._safely(self.begin)
         timer._read_loader(iterable, in_data=True)
         use, wall_clock = _Use.UNKNOWN, timer._wall_clock
+        # True once each batch is a step, also for the `counter` of the session.
+        counter, counts = timer._session.counter, False
         # A local name: Python clears the names of modules before it ends generators at its exit.
         is_exiting = sys.is_finalizing
         self.is_fetching = True
@@ -202,7 +205,7 @@ class _PlainLoop(BatchState):
         try:
             for item in iterable:
                 self.is_fetching = False
-                if timer._session.mode is not OFF:
+                if not counter.is_on and timer._session.mode is not OFF:
                     try:
                         timer._session.batch_begins(item)
                     except Exception as error:
@@ -217,8 +220,19 @@ class _PlainLoop(BatchState):
                     if self._body is body and not is_exiting():
                         timer._safely(self._leave_body)
                     raise
-                session = timer._session  # The body may have removed or attached the timer.
                 try:
+                    if counter.is_on and counts and self._body is body and not body.has_called_step:
+                        # The most common case by far, in as few lines and objects as possible.
+                        self._body = None
+                        if counter.count(self._step):
+                            timer._session.check_without_hooks()
+                            timer._save_if_due()
+                        self._step += 1
+                        self.is_fetching = True
+                        continue
+                    # The body may have removed or attached the timer.
+                    session = timer._session
+                    counter = session.counter
                     label = session.recorder.label  # None in an untimed step.
                     if use is _Use.TRAINING:
                         # `batch_begins` has marked `other`. If that is still the label, the body
@@ -228,12 +242,13 @@ class _PlainLoop(BatchState):
                         # Only a timed batch shows whether it trains.
                         is_usual = label is None and use is not _Use.UNKNOWN
                     if is_usual and self._body is body:
-                        # The most common case: `_end_unusual_batch` decides on all others.
+                        # The most common of the other cases. `_end_unusual_batch` decides the rest.
                         self._body = None
                         if session.is_attached and not body.has_called_step:
                             self.end_batch(timer)
                     else:
                         use = self._end_unusual_batch(timer, use)
+                    counts = self._is_batch_a_step and use is not _Use.UNKNOWN
                 except Exception as error:
                     timer._give_up(error)
                 self.is_fetching = True
@@ -283,8 +298,9 @@ class _PlainLoop(BatchState):
             return
         if not self.is_open:
             timer._safely(timer._end_evaluation)  # Its loop was left early, or continues later.
-        if session.mode is OFF:  # `end_step` would do the same, with one more call.
-            session.end_step_without_hooks(self._step)
+        if session.counter.is_on:  # `end_step` would do the same, with two more calls.
+            if session.counter.count(self._step):
+                session.check_without_hooks()
         else:
             session.end_step(self._step)
         wall_clock = timer._wall_clock
@@ -599,6 +615,7 @@ class GPUPhaseHooks(Timer):
 
     def _start_evaluation(self, session: AnySession) -> None:
         self._plain.close()
+        session.counter.is_on = False  # The end of the step may have to end the evaluation.
         self._wall_clock.enter_phase(EVALUATION)
         session.recorder.pause(now=True)
 

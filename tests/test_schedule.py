@@ -131,16 +131,16 @@ def cost_of(
         ({"untimed_ms": None, "timed_ms": 35.1}, 1, None),
         ({"untimed_ms": None, "timed_ms": 35.0}, 2, None),
         ({"untimed_ms": 35.1, "timed_ms": 35.2}, 1, None),
-        # Sampling may cost 0.5 % of 2 ms, which is 10 us per step.
-        ({}, 10, 0.05),
-        ({"reading_us": 20}, 12, 0.06),
-        ({"switch_us": 100}, 17, 0.05),
-        ({"timed_ms": 9.0}, 50, 0.14),
-        # Four log intervals of 50 steps pay for a timed step.
-        ({"untimed_ms": 0.1, "timed_ms": 0.2}, 200, 1.0),
+        # Sampling may cost 0.4 % of 2 ms, which is 8 us per step, of 2 * 100 us per timed step.
+        ({}, 25, 0.05),
+        ({"reading_us": 20}, 50, 0.06),
+        ({"switch_us": 100}, 100, 0.05),
+        ({"timed_ms": 9.0}, 100, 0.14),
+        # Ten log intervals of 50 steps pay for a timed step.
+        ({"untimed_ms": 0.1, "timed_ms": 0.2}, 500, 1.0),
         # A mark is assumed to take at least 3 us.
-        ({"timed_ms": 1.9}, 3, 0.0105),
-        ({"untimed_ms": 2.625}, 2, 0.008),
+        ({"timed_ms": 1.9}, 10, 0.0105),
+        ({"untimed_ms": 2.625}, 5, 0.008),
         ({"untimed_ms": 2.8}, 1, 0.0075),
     ],
 )
@@ -164,8 +164,8 @@ def test_cost_of_timing_all_steps_assumes_reads_in_full_batches() -> None:
 
 def test_cost_of_timing_hidden_by_waits_is_unknown() -> None:
     cost = cost_of()
-    assert cost.decide() == 10
-    assert cost.added_share(10) == pytest.approx(0.01)
+    assert cost.decide() == 25
+    assert cost.added_share(25) == pytest.approx(0.004)
     host_ns = (*range(7), 2_100_000)
     step = raw(0, 9.0)._replace(labels=("data",) * 7, device_ms=(1.0,) * 7, host_ns=host_ns)
     cost.add_timed([step] * 25, 0)

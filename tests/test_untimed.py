@@ -267,7 +267,7 @@ def test_default_sampling_costs_less_than_1_percent() -> None:
     assert share is not None
     assert 0.05 < share < 0.08  # Seven marks of 20 us in 2 ms.
     # Leave out the first steps: these are all timed, or the cost is measured in them.
-    assert 0.002 < (long_run.now - short_run.now) / (2000 * 2.0 * MS) - 1 < 0.01
+    assert 0.001 < (long_run.now - short_run.now) / (2000 * 2.0 * MS) - 1 < 0.004
     text = str(timer.summary())
     assert ", then 1 of every " in text
     assert "log_every_n_steps" not in text
@@ -294,20 +294,20 @@ def test_title_shows_how_many_steps_were_timed(n: int, options: dict[str, Any], 
     assert untimed == n - len(timer.history())
 
 
-@pytest.mark.parametrize(("logger", "every"), [(None, 280), (Logger(), 300)])
+@pytest.mark.parametrize(("logger", "every"), [(None, 500), (Logger(), 500)])
 def test_log_intervals_that_cannot_pay_for_a_timing_window_have_none(
     logger: Logger | None, every: int
 ) -> None:
     summary = train(CostlyGPU(40.0), 1000, host_ms=0.2, logger=logger).summary()
-    # Timing every step would add 140 %, and may add 0.5 %.
+    # Timing every step would add 140 %, and may add 0.4 %.
     assert summary.timed_every_n_steps == every
     assert f"then 1 of every {every}: timing every step would add 140 %" in str(summary)
     if logger is not None:
         estimated = {step: row["phase_time/estimated"] for step, row in logger.calls}
-        # All steps of the first logs are timed, then those of a single step in 300.
+        # All steps of the first logs are timed, then those of a single step in 500.
         assert [estimated[step] for step in (49, 99)] == [0, 0]
         rows = [row for step, row in logger.calls if estimated[step]]
-        assert len(rows) == 14
+        assert len(rows) == 16
         for row in rows:
             phases_ms = [row[key] for key in row if re.search("(?<!step|wait)_ms$", key)]
             assert sum(phases_ms) == pytest.approx(row["phase_time/step_ms"])

@@ -30,6 +30,7 @@ _MAX_NEWEST = 4000  # Number of newest steps whose start and end are kept.
 # The host waits for the device if it does so for this fraction of the time of timed steps.
 MIN_WAIT_SHARE = 0.1
 _STRATA = 13  # Number of strata, including the ordinary steps.
+_MAX_LONG_SHARE = 0.05  # Fraction of the time of a log that may be divided like other steps.
 _MAX_UNSETTLED = 200  # Number of untimed steps that logs may leave unsettled.
 _BINS_PER_FACTOR_E = 50  # Bins of a histogram of durations are 2 % wide.
 
@@ -392,8 +393,9 @@ class UntimedSteps:
 
         Settling takes longer than all else in a log. Return sums over the steps, divided into
         phases like the newest block of ordinary steps. None, and no log, if they must be settled,
-        for example because one of them is long: then call `settle` and `log_settled`. All timed
-        steps before `until` must have been read, and none of them may be after the last log.
+        for example because long steps take more than 5 % of their time: then call `settle` and
+        `log_settled`. All timed steps before `until` must have been read, and none of them may be
+        after the last log.
         """
         start, block = self._logged_until - self._n_settled, self._strata[0].last
         end = until - self._n_settled
@@ -409,10 +411,12 @@ class UntimedSteps:
             return None
         ends_ns = self.ends_ns[start:end]
         start_ns = self.ends_ns[start - 1] if start else self._settled_ns
-        if max(map(sub, ends_ns, [start_ns, *ends_ns[:-1]])) >= self._step_lengths.long_ns:
+        took_ns, long_ns = ends_ns[-1] - start_ns, self._step_lengths.long_ns
+        each_ns = map(sub, ends_ns, [start_ns, *ends_ns[:-1]])
+        if sum([ns for ns in each_ns if ns >= long_ns]) > _MAX_LONG_SHARE * took_ns:
             return None
         self._logged_until = until
-        return _Gap(end - start, (ends_ns[-1] - start_ns) / 1e6).divided_like(block)
+        return _Gap(end - start, took_ns / 1e6).divided_like(block)
 
     def log_settled(self) -> None:
         """Note that a log includes all settled steps."""

@@ -2,6 +2,7 @@
 
 import math
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.untimed import Recurrence
-from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS
+from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._phases import (
@@ -106,6 +107,46 @@ _MAY_FOLLOW = {
 }
 
 
+class StepCounter:
+    """Number of steps that have ended, and which steps only need to be counted.
+
+    Front ends call `count` themselves while `is_on`, because most steps end there: an object with
+    few attributes is in fewer lines of the CPU's caches, which the training has filled.
+
+    Args:
+        ends_ns: See `UntimedSteps`.
+        host_ns: Clock of the host (in nanoseconds).
+        wall_clock: The wall clock of the run.
+    """
+
+    __slots__ = (
+        *("index", "number", "is_on", "due_at", "log_due_at"),
+        *("_ends_ns", "_host_ns", "_wall_clock"),
+    )
+
+    def __init__(
+        self, ends_ns: "array[int]", host_ns: Callable[[], int], wall_clock: WallClock
+    ) -> None:
+        self.index = 0
+        """Number of steps that have ended, timed or not: the index of the open step."""
+        self.number: int | None = None
+        """Number of the last step that ended."""
+        self.is_on = False
+        """True while steps run without hooks, and end with their batches."""
+        self.due_at = 0
+        """Index of the step before which more than a count is due."""
+        self.log_due_at = -math.inf
+        """Number of the step from which a log may be due: at first, of any step."""
+        self._ends_ns, self._host_ns, self._wall_clock = ends_ns, host_ns, wall_clock
+
+    def count(self, number: int) -> bool:
+        """End a step without hooks. Return True if `check_without_hooks` must be called."""
+        self.index = index = self.index + 1
+        self.number = number
+        self._ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
+        return index >= self.due_at or number >= self.log_due_at
+
+
 class Session:
     """Session of a timer: attaches it to a loop, times the steps of the loop, and removes it.
 
@@ -156,7 +197,7 @@ class Session:
 
         # Choice of the timed steps. Each log interval needs some of them.
         is_logged = means.writer.has_destination or len(options.observers) > 0
-        has_logs = is_logged or self._comparison.is_on
+        self._has_logs = has_logs = is_logged or self._comparison.is_on
         requires_all = {
             "observers=": len(self._on_step) > 0,
             "annotate=True": options.annotate,
@@ -244,9 +285,7 @@ class Session:
 
         # State after the steps that have ended. `end_step`, `end_step_without_hooks` and
         # `leave_loop` set it.
-        self.index = 0
-        """Number of steps that have ended, timed or not: the index of the open step."""
-        self._newest_number: int | None = None  # Number of the last step that ended.
+        self.counter = StepCounter(self._untimed.ends_ns, self._host_ns, self._wall_clock)
         self._first_steps_end_ns = 0  # Cumulative time of the first 5 steps.
         # Cumulative time of all steps at the end of the last step that ran with hooks.
         self._ended_ns = 0
@@ -274,7 +313,6 @@ class Session:
         # from steps.
         self._margin = int(loop.search is not Search.NEVER)
         self._hooks_return_at = 0  # Index of the first step that has hooks again.
-        self._check_at = 0  # Index of the step before which the next check is due.
         self._checked_at = 0  # Index of the step before which the last check was.
 
         # Logs, set by `_schedule_log`. All ranks must log means of the same steps, so a log is
@@ -282,8 +320,6 @@ class Session:
         # Number and index of the newest steps that `_schedule_log` was called with; loggers use the
         # number, which may start at any value.
         self._newest_steps = deque[tuple[int, int]](maxlen=options._lag + 1)
-        # Number of the step from which `_schedule_log` must be called: at first, of any step.
-        self._log_due_at = -math.inf
 
     # Attach
 
@@ -316,6 +352,8 @@ class Session:
         if mode not in _MAY_FOLLOW[self.mode]:
             raise RuntimeError(f"a session cannot change from {self.mode.name} to {mode.name}")
         self.mode, self.is_attached = mode, mode is not ENDED
+        if mode is ENDED:
+            self.counter.is_on = False
 
     # Steps and their batches, in the order of a step
 
@@ -428,7 +466,8 @@ class Session:
         if self.mode is OFF:
             self.end_step_without_hooks(number)
             return
-        recorder, mode, index = self.recorder, self.mode, self.index
+        recorder, mode, counter = self.recorder, self.mode, self.counter
+        index = counter.index
         is_timed = mode in (TIMED, EXAMINED)
 
         # Count the step, its work and its duration.
@@ -437,18 +476,18 @@ class Session:
         elif mode is TIMED and self._time_trial is not None:
             self._time_trial()
         now_ns = self._host_ns()
-        self.index, self._newest_number = index + 1, number
+        counter.index, counter.number = index + 1, number
         self._analyzer.allocator.end_step(now_ns)
         items = self._work.take_items()
         if self._batches.open is not None:
             self._batches.end_step(number)
-        if number >= self._log_due_at:
+        if number >= counter.log_due_at:
             self._schedule_log(number, index)
         log_is_due = self._means.is_due
         # This may exclude evaluations from the step: read `outside_ns` after it.
         skipped_update = self._boundaries.step_ended(timed=is_timed)
         self._ended_ns = now_ns - self._wall_clock.outside_ns
-        if self.index == _FIRST_STEPS:
+        if counter.index == _FIRST_STEPS:
             self._first_steps_end_ns = self._ended_ns
         if not self.times_all:
             self._add_duration()
@@ -465,7 +504,7 @@ class Session:
             recorder.end_step(
                 number,
                 skipped_update,
-                read=log_is_due,
+                read=log_is_due or (self._is_auto and counter.index >= self._cost.due),
                 label=label,
                 index=-1 if self.times_all else index,  # `Recorder.end_step` explains -1.
                 items=items,
@@ -474,7 +513,7 @@ class Session:
         else:
             recorder.pending.end_untimed(log_is_due)
         if self._is_auto:
-            self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
+            self._cost.end_span(counter.index, is_untimed=mode is UNTIMED)
         if mode is EXAMINED:
             self._step_examined(number, index)
 
@@ -494,7 +533,7 @@ class Session:
             self._start_planned_step()
         elif mode is EXAMINED:
             self._enter(TIMED)  # The device has no work queued, so do not examine this step.
-        elif mode is TIMED and self.index >= self._examinations.next_index:
+        elif mode is TIMED and counter.index >= self._examinations.next_index:
             self._examine()
 
     # Parts of the end of a step, in the order of their calls
@@ -502,17 +541,18 @@ class Session:
     def _schedule_log(self, number: int, index: int) -> None:
         """Note that a step has ended. Make a log due if one was due `lag` steps ago.
 
-        Only the first step and steps from `_log_due_at` on need this call.
+        Only the first step and steps from `counter.log_due_at` on need this call.
         """
+        counter = self.counter
         if not self._newest_steps:
             self._means.start(number - 1)
-            self._log_due_at = self._means.next_due(number - 1)
+            counter.log_due_at = self._means.next_due(number - 1) if self._has_logs else math.inf
         steps = self._newest_steps
         steps.append((number, index))
         # If `steps` is full, its first step ended `lag` steps ago, so all ranks have read it.
         number_read, _ = steps[0]
-        if len(steps) == steps.maxlen and number_read >= self._log_due_at:
-            self._log_due_at = self._means.next_due(number_read)
+        if len(steps) == steps.maxlen and number_read >= counter.log_due_at:
+            counter.log_due_at = self._means.next_due(number_read)
             self._means.step_finished(number_read)
             self._comparison.schedule(number_read)
 
@@ -545,6 +585,8 @@ class Session:
             warmup = min(self._warmup_left, len(counted))
             self._warmup_left -= warmup
             call_safely(self._readers, ReadSteps(counted, warmup, since_ns))
+        if not self._has_logs:  # Otherwise, each log reads it.
+            self._results.read_memory()
         if self._is_auto:
             self._cost.add_timed(counted, since_ns)
         # Examine more steps after a slowdown.
@@ -611,7 +653,7 @@ class Session:
 
     def _start_planned_step(self) -> None:
         """Enter the mode that is planned for the next step, and start it."""
-        recorder, index, mode_before = self.recorder, self.index, self.mode
+        recorder, index, mode_before = self.recorder, self.counter.index, self.mode
         if self._is_auto and index >= self._cost.due:
             self._decide()
         # After an examined step the device has no work queued, so the next step is not usual.
@@ -646,10 +688,11 @@ class Session:
             self.recorder.resume(self._first_label)
             if long_steps:
                 recurrence = Recurrence(*long_steps)
-        self._cost.schedule_next(n, self.index)
+        index = self.counter.index
+        self._cost.schedule_next(n, index)
         windows = replace(self._cost.windows(n), recurrence=recurrence)
         if windows != self.schedule.windows:
-            self.schedule.follow(windows, self.index)
+            self.schedule.follow(windows, index)
         self._results.update_facts(
             timed_every_n_steps=n,
             timing_share=self._cost.share,
@@ -658,14 +701,15 @@ class Session:
 
     def _next_mode(self) -> Mode:
         """Return the mode of the step that starts next."""
-        if self.index >= self._examinations.next_index:
+        index = self.counter.index
+        if index >= self._examinations.next_index:
             return EXAMINED
-        return TIMED if self.schedule.next_timed(self.index) == self.index else UNTIMED
+        return TIMED if self.schedule.next_timed(index) == index else UNTIMED
 
     def _examine(self) -> None:
         """Examine the step that has just started. If that is impossible, only time it."""
         self._examined_from_ns = self._wall_clock.steps_ns(self._host_ns())
-        mean_ns = self._examined_from_ns / max(self.index, 1)
+        mean_ns = self._examined_from_ns / max(self.counter.index, 1)
         lines = self._examiner.start(mean_ns)
         self._ledger.unavailable = self._examiner.unavailable
         if lines is None:
@@ -680,50 +724,55 @@ class Session:
         """Remove the hooks before the next step, until the step of the index `return_at`."""
         self._enter(OFF)
         suspend = partial(self._boundaries.suspend, keep_updates=self.needs_updates)
-        self._cost.time_switch(suspend, self.index)
-        self._hooks_return_at, self._checked_at = return_at, self.index
+        counter = self.counter
+        self._cost.time_switch(suspend, counter.index)
+        self._hooks_return_at, self._checked_at = return_at, counter.index
         # The first check is due when the timed steps before can be read.
-        first_check = self.index + min(self._options._lag, _CHECK_STEPS)
-        self._check_at = min(first_check, return_at)
+        first_check = counter.index + min(self._options._lag, _CHECK_STEPS)
+        counter.due_at = min(first_check, return_at)
+        counter.is_on = not self.needs_updates
 
     # Steps without hooks
 
     def end_step_without_hooks(self, number: int) -> None:
-        """End a step that ran without hooks, and attach them if the next step needs them.
-
-        Most steps are only counted. The rest is done while timed steps are still to be read, when a
-        log may be due, and when the hooks return.
-        """
-        self.index += 1
-        self._newest_number = number
-        self._untimed.ends_ns.append(self._host_ns() - self._wall_clock.outside_ns)
+        """End a step that ran without hooks. Front ends may instead use `counter`."""
         if self.needs_updates:
             self.optimizer.reset()
-        may_log = number >= self._log_due_at
-        if self.index < self._check_at and not may_log:
-            return
-        steps_since_check, self._checked_at = self.index - self._checked_at, self.index
+        if self.counter.count(number):
+            self.check_without_hooks()
+
+    def check_without_hooks(self) -> None:
+        """Do more than count the step that has ended, and attach hooks if the next step needs them.
+
+        This is due while timed steps are still to be read, when a log may be due, and when the
+        hooks return.
+        """
+        counter = self.counter
+        index, number = counter.index, counter.number
+        assert number is not None  # A step has ended.
+        steps_since_check, self._checked_at = index - self._checked_at, index
         if self._is_auto:
-            self._cost.end_span(self.index)
-        if may_log:
-            self._schedule_log(number, self.index - 1)
+            self._cost.end_span(index)
+        if number >= counter.log_due_at:
+            self._schedule_log(number, index - 1)
         log_is_due = self._means.is_due
-        next_check = self.index + _CHECK_STEPS
+        next_check = index + _CHECK_STEPS
         if not self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check):
             # Once the steps before are read, check only before the hooks return: the cost of timing
             # is measured against the last steps before a window.
             next_check = max(next_check, self._hooks_return_at - _CHECK_STEPS)
-        self._check_at = min(next_check, self._hooks_return_at)
+        counter.due_at = min(next_check, self._hooks_return_at)
         if log_is_due:
             self._write_log()
-            self._cost.start_span(self.index)  # Exclude the log from the measured host time.
+            self._cost.start_span(index)  # Exclude the log from the measured host time.
         # Otherwise an observer or a logger has removed the timer.
-        if self.mode is OFF and self.index >= self._hooks_return_at:
+        if self.mode is OFF and index >= self._hooks_return_at:
             self._reattach_hooks()
 
     def _reattach_hooks(self) -> None:
         """Attach the hooks again, and start a step."""
-        self._cost.time_switch(self._boundaries.reattach, self.index)
+        self.counter.is_on = False
+        self._cost.time_switch(self._boundaries.reattach, self.counter.index)
         self._enter(self._next_mode())
         self._analyzer.timing_resumes()
         self._work.reset()
@@ -740,7 +789,7 @@ class Session:
     def wake(self) -> None:
         """Attach the hooks again at the end of the open step."""
         if self.mode is OFF:
-            self._hooks_return_at = self._check_at = self.index + 1
+            self._hooks_return_at = self.counter.due_at = self.counter.index + 1
 
     # The last step of a loop
 
@@ -766,17 +815,18 @@ class Session:
             has_ended = self.optimizer.has_updated
         if not has_ended:
             return False
-        self._newest_number = number
+        counter = self.counter
+        counter.number = number
         self._ended_ns = self._host_ns() - self._wall_clock.outside_ns
         if not self.times_all:
             self._add_duration()
-        self._schedule_log(number, self.index)
+        self._schedule_log(number, counter.index)
         self._boundaries.step_ended()
-        self.index += 1
+        counter.index += 1
         if not self.times_all:
             if self.mode is not OFF:
                 self._start_planned_step()
-            elif self.index >= self._hooks_return_at:
+            elif counter.index >= self._hooks_return_at:
                 self._reattach_hooks()
         return True
 
@@ -790,7 +840,7 @@ class Session:
             recorder.mark_instead(OTHER, of=AFTER_BACKWARD)
             recorder.mark(AFTER_UPDATE)
         last_label = AFTER_FORWARD if is_inference else AFTER_UPDATE
-        index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
+        index = -1 if self.times_all else self.counter.index  # `Recorder.end_step` explains -1.
         return recorder.end_at(last_label, number, index, items)
 
     @property
@@ -806,12 +856,12 @@ class Session:
         Write a log if it is due.
         """
         self.recorder.pending.flush()
-        newest = self._newest_number
+        newest = self.counter.number
         if not self.times_all and newest is not None:
-            self._results.settle(newest, until=self.index)
-            if newest >= self._log_due_at:
+            self._results.settle(newest, until=self.counter.index)
+            if newest >= self.counter.log_due_at:
                 # Log now: loggers would add a later log to their row of the next epoch.
-                self._log_due_at = self._means.next_due(newest)
+                self.counter.log_due_at = self._means.next_due(newest)
                 self._means.log_at(newest)
         self._means.log_means(only_publish=True)
 
@@ -834,7 +884,7 @@ class Session:
         """Compare the ranks over all steps so far. All ranks must call it."""
         if self._comparison.is_on:
             self.flush()
-            self._comparison.compare_all(self._newest_number)
+            self._comparison.compare_all(self.counter.number)
 
     @property
     def not_updated(self) -> tuple[str, ...]:
@@ -862,7 +912,7 @@ class Session:
             self.recorder.pending.drain()
             self._comparison.compare_arrived()
             if not self.times_all:
-                self._results.set_ended(self.index - self.recorder.pending.count)
+                self._results.set_ended(self.counter.index - self.recorder.pending.count)
 
     def _may_read(self) -> bool:
         # Only the thread of the loop may read, because two threads would read steps out of order.
@@ -906,7 +956,7 @@ class Session:
                 if self._memory is not None:
                     self._memory.end()
                 if not self.times_all:
-                    self._results.set_ended(self.index)
+                    self._results.set_ended(self.counter.index)
                 self._results.update_facts(is_running=False)
                 self._enter(ENDED)
                 call_safely([self._log_last_steps, self._self_check.end])
@@ -920,11 +970,11 @@ class Session:
 
     def _log_last_steps(self) -> None:
         """Log the steps since the last log, at the end of the session."""
-        newest = self._newest_number
+        newest = self.counter.number
         if newest is None:  # No step has ended, so this only ends the logs.
             self._means.log_means()
             return
-        self._results.settle(newest, until=self.index)
+        self._results.settle(newest, until=self.counter.index)
         if self.times_all:
             self._means.log_means()
         else:  # The newest step may be untimed, so give the number to log it under.
@@ -989,6 +1039,7 @@ class NoSession:
     is_attached = times_all = needs_updates = has_evaluated = False
     ended_ns = 0
     not_updated: tuple[str, ...] = ()
+    counter = SimpleNamespace(is_on=False)
     recorders: Sequence[Recorder] = ()
     recorder = Recorder(HostClock(), lag=0, emit=do_nothing)  # It never begins a step.
     forward = SimpleNamespace(has_trained=False)
@@ -1010,9 +1061,8 @@ class NoSession:
     continue_in_loop = rely_on_updates = has_only_fetched = begin_step = restart_second_step = (
         _ignore
     )
-    end_step = end_step_without_hooks = leave_loop = keep_hooks = publish = log_means = (
-        set_loader
-    ) = start_epoch = _ignore
+    end_step = end_step_without_hooks = check_without_hooks = leave_loop = keep_hooks = _ignore
+    publish = log_means = set_loader = start_epoch = _ignore
     compare_ranks = call_own = flush = drain = finish = abort = remove = lose = _ignore
 
 
