@@ -5,6 +5,7 @@ import math
 import re
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -392,3 +393,63 @@ def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:
     examined = [12, 15, 18, 29, 47, 76]
     left_out = {*examined, *(step + 1 for step in examined)}
     assert timed[:88] == [step for step in range(100) if step not in left_out]
+
+
+# Batches of a loop whose untimed steps are unusual: all batches from number 30 on.
+
+
+def calls_step(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) -> None:
+    loop.train(x)
+    if number % 7 == 3:
+        timer.step()
+        loop.train(x)
+        timer.step()
+
+
+def leaves_evaluation(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) -> None:
+    loop.train(x)
+    if number % 7 == 3:
+        loop.model.eval()
+        with torch.no_grad():
+            for y in timer.steps(loop.batches(3)):
+                loop.model(y)
+                break
+        loop.model.train()
+
+
+def runs_inner_loop(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) -> None:
+    loop.train(x)
+    if number % 7 == 3:
+        loop.train_all(timer.steps(loop.batches(2)))
+
+
+def accumulates(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) -> None:
+    loop.optimizer.gradient_state.sync_gradients = number % 2 == 1
+    loop.micro_batch(x)
+    if number % 2:
+        loop.update()
+
+
+@pytest.mark.parametrize(
+    "body", [calls_step, leaves_evaluation, runs_inner_loop, accumulates], ids=lambda f: f.__name__
+)
+def test_unusual_batches_count_in_untimed_steps_as_in_timed_steps(body: Any) -> None:
+    found = []
+    for every in (1, 100):
+        loop = Loop(FakeGPU())
+        # As accelerate's optimizers have it.
+        state = SimpleNamespace(num_steps=2 if body is accumulates else 1, sync_gradients=True)
+        loop.optimizer.gradient_state = state
+        with hooks(loop, every_n_steps=every) as timer:
+            for number, x in enumerate(timer.steps(loop.batches(200))):
+                if number >= 30 or body is accumulates:  # The first steps show what loops do.
+                    body(loop, timer, x, number)
+                else:
+                    loop.train(x)
+                loop.gpu.now = max(loop.gpu.now, loop.gpu.free_at)  # The loop waits.
+        summary = timer.summary()
+        wall_clock = summary.measurement.wall_clock
+        assert wall_clock is not None
+        found.append((summary.steps + summary.measurement.untimed_steps, wall_clock.entries_s))
+    assert summary.measurement.untimed_steps > 50
+    assert found[0] == found[1]
