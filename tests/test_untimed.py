@@ -411,9 +411,9 @@ def leaves_evaluation(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) 
     if number % 7 == 3:
         loop.model.eval()
         with torch.no_grad():
-            for y in timer.steps(loop.batches(3)):
-                loop.model(y)
-                break
+            evaluation = iter(timer.steps(loop.batches(3)))
+            loop.model(next(evaluation))
+            vars(loop).setdefault("kept", []).append(evaluation)  # It is never closed.
         loop.model.train()
 
 
@@ -437,9 +437,8 @@ def test_unusual_batches_count_in_untimed_steps_as_in_timed_steps(body: Any) -> 
     found = []
     for every in (1, 100):
         loop = Loop(FakeGPU())
-        # As accelerate's optimizers have it.
-        state = SimpleNamespace(num_steps=2 if body is accumulates else 1, sync_gradients=True)
-        loop.optimizer.gradient_state = state
+        if body is accumulates:  # As accelerate's optimizers have it.
+            loop.optimizer.gradient_state = SimpleNamespace(num_steps=2, sync_gradients=True)
         with hooks(loop, every_n_steps=every) as timer:
             for number, x in enumerate(timer.steps(loop.batches(200))):
                 if number >= 30 or body is accumulates:  # The first steps show what loops do.
