@@ -420,7 +420,7 @@ def leaves_evaluation(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) 
 def runs_inner_loop(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) -> None:
     loop.train(x)
     if number % 7 == 3:
-        loop.train_all(timer.steps(loop.batches(2 * (number % 2))))
+        loop.train_all(timer.steps(loop.batches(2 * (number % 2 == 0))))
 
 
 def accumulates(loop: Loop, timer: GPUPhaseHooks, x: Tensor, number: int) -> None:
