@@ -434,7 +434,7 @@ def test_measuring_the_clock_counts_in_no_step(
 def test_clock_is_measured_in_lightning(gpu: FakeGPU) -> None:
     gpu.mhz = 2000.0
     callback = timer_of(gpu, lines=True, every_n_steps=4)
-    fit(gpu, Model(gpu), 60, timer=callback)
+    fit(gpu, Model(gpu), 300, timer=callback)
     assert callback.summary().measurement.gpu_mhz == pytest.approx(2000.0)
 
 

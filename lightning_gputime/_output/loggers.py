@@ -61,8 +61,13 @@ class LogWriter:
         self._has_failed = False  # True once a logger has raised, which was reported.
 
     @property
+    def has_rows(self) -> bool:
+        """True if each log is stored. Values that are only published replace the earlier."""
+        return bool(self._loggers) or self._kept is not None
+
+    @property
     def has_destination(self) -> bool:
-        return bool(self._loggers) or self._publish is not None or self._kept is not None
+        return self.has_rows or self._publish is not None
 
     def begin(self) -> None:
         """Add charts to TensorBoard. Call it early: a later layout, as the user's, replaces it."""

@@ -34,6 +34,8 @@ READ_SIZE = 50
 """Number of finished steps that are read together. Half of the cost of a read is independent of the
 number of steps. A Trainer logs every 50 steps, and each log reads."""
 
+_MAX_UNREAD_NS = 2_000_000_000
+
 LEFT_OUT = "Skipped a step that could not be timed: %r"
 
 Emit = Callable[[list[StepRecord], int], object]
@@ -328,7 +330,8 @@ class PendingSteps:
     def _finish(self, lag: int, read: bool, may_wait: bool = True) -> None:
         """Finish the steps that ended `lag` steps ago or earlier.
 
-        Read all finished steps if `read` is set, or if there are enough. `lag` counts untimed
+        Read all finished steps if `read` is set, if there are enough, or if the first of them
+        started two seconds ago: causes of slow steps are searched after reads. `lag` counts untimed
         steps, too, so that all ranks have read the same steps.
         """
         while self._pending and self._pending[0].n_ended <= self.ended - lag:
@@ -340,7 +343,12 @@ class PendingSteps:
             if not is_finished:
                 step.wait(self._host_ns)
             self._finished.append(self._pending.popleft())
-        if self._finished and (read or len(self._finished) >= self._read_size):
+        finished = self._finished
+        if finished and (
+            read
+            or len(finished) >= self._read_size
+            or finished[-1].marks.marks[-1][2] - finished[0].marks.marks[0][2] >= _MAX_UNREAD_NS
+        ):
             self._read()
 
     def _read(self) -> None:

@@ -197,12 +197,14 @@ class Session:
 
         # Choice of the timed steps. Each log interval needs some of them.
         is_logged = means.writer.has_destination or len(options.observers) > 0
-        self._has_logs = has_logs = is_logged or self._comparison.is_on
+        has_rows = means.writer.has_rows or len(options.observers) > 0
+        # False if no log is due after a number of steps: then `publish` logs.
+        self._has_logs = has_logs = has_rows or self._comparison.is_on
         requires_all = {
             "observers=": len(self._on_step) > 0,
             "annotate=True": options.annotate,
             "lag=0": options._lag == 0,
-            "a log at each step": is_logged and means.every_n_steps == 1,
+            "a log at each step": has_rows and means.every_n_steps == 1,
         }
         each_timed_for = next((option for option, is_set in requires_all.items() if is_set), "")
         n = options.every_n_steps
@@ -859,7 +861,7 @@ class Session:
         newest = self.counter.number
         if not self.times_all and newest is not None:
             self._results.settle(newest, until=self.counter.index)
-            if newest >= self.counter.log_due_at:
+            if newest >= self.counter.log_due_at or not self._has_logs:
                 # Log now: loggers would add a later log to their row of the next epoch.
                 self.counter.log_due_at = self._means.next_due(newest)
                 self._means.log_at(newest)
