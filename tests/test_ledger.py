@@ -228,6 +228,29 @@ def test_waits_for_the_gpu_are_not_work_of_the_host(gpu: FakeGPU, is_waiting: bo
 # Lines
 
 
+def test_function_that_is_ignored_while_another_runs_has_no_marks() -> None:
+    marks, n_more = list[str](), [1]
+
+    def often(_: int) -> None:
+        pass
+
+    def last() -> None:
+        n_more[0] = 0  # Too many events: ignore the most frequent at the next.
+        n_more[0] = 1
+
+    lines = watch.LineWatch(lambda line, _: marks.extend(function.code.co_name for function, _ in line.path), pytest.fail)
+    lines.start(sys._getframe(), lambda _: n_more[0])
+    try:
+        [*map(often, range(200))]
+        assert "often" in marks
+        last()
+        del marks[:]
+        often(200)
+    finally:
+        lines.stop()
+    assert "often" not in marks
+
+
 def times_of(summary: Any, least_ms: float = 0.1) -> dict[str, dict[str, tuple[float, float]]]:
     """Return GPU-paced and host-paced time of the rows in steps, by function and phase."""
     return {

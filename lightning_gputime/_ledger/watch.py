@@ -239,14 +239,14 @@ class LineWatch:
             n_more = self._more_events(self._n_events)
             self._limit = self._n_events + n_more
             if n_more <= 0:
-                self._ignore_most_frequent(code)
+                self._ignore_most_frequent()
 
-    def _ignore_most_frequent(self, code: CodeType) -> None:
+    def _ignore_most_frequent(self) -> None:
         """Ignore the line with the most events, or the function with the most calls.
 
-        Ignore nothing if these are few: then the time of many lines adds up.
-
-        `code` is the function of the newest event.
+        Ignore nothing if these are few: then the time of many lines adds up. The next line is
+        ignored after 64 further events. For example, after 1,000 events, of which one line had 700,
+        300 events remain, and the limit is 364.
         """
         line_id, events = self._events.most_common(1)[0]
         self._limit = self._n_events + _MIN_EVENTS
@@ -257,13 +257,13 @@ class LineWatch:
         self._limit -= events
         self._events[line_id] = 0
         code_id, number = line_id
+        code = next(known for known in self._codes if id(known) == code_id)
         if number:
             self._ignored.add(line_id)
-            self.busy_functions |= {key_of(known) for known in self._codes if id(known) == code_id}
+            self.busy_functions.add(key_of(code))
         else:
             self.details[code_id] = NOTHING
-            if code_id == id(code):  # Another function is looked up at its next call.
-                self._source.follow(code, NOTHING)
+            self._source.follow(code, NOTHING)
 
     def guard(self, event: Callable[..., Any], *args: Any) -> Any:
         """Handle an event in the thread that is followed. No error reaches the user's code."""
