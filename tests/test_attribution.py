@@ -333,7 +333,10 @@ def test_batch_that_raises_has_no_content() -> None:
             raise ValueError
 
     log = BatchLog()
-    log.add(Odd(x=1))
+    for batch in (torch.ones(2), Odd(x=1), torch.ones(2)):
+        log.add(batch)
+    log.end_step(1)
+    assert not log.steps
     assert log.open is None
     meta = torch.ones(2, 3, dtype=torch.long, device="meta")
     log.add({"attention_mask": meta})

@@ -503,6 +503,7 @@ def test_compare_takes_folders(tmp_path: Path, command: Command) -> None:
     for folder, more, runs in ((before, {}, 2), (after, {"backward": 9.0}, 2), (empty, {}, 0)):
         folder.mkdir()
         saved_to(folder, *(run(10 * len(more) + i, more=more) for i in range(runs)))
+        (folder / ".run.json.gz.0123.tmp").write_text("{")  # Left by a process that was killed.
     bounds = ("--fail-above=step:20", "--fail-above=forward:9%")
     out, err = command("compare", before, after, *bounds, code=1)
     assert "before 2000 steps of 2 runs, after 2000 steps of 2 runs\n" in out

@@ -13,7 +13,7 @@ from fake_gpu import FakeGPU
 from fake_lightning import Loader, MemoryLogger, Model, timer_of, trainer
 from fake_loop import Loop, hooks
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary
@@ -81,6 +81,10 @@ def loaders(gpu: FakeGPU) -> dict[str, tuple[Any, dict[str, tuple[str, float]]]]
         "collate": (DataLoader(Photos(gpu), collate_fn=pad, **pairs), {"collate": ("pad", 4.0)}),
         "sampler": (
             DataLoader(Photos(gpu), sampler=hardest, **pairs),
+            {"sampler": ("Hardest", 6.0)},
+        ),
+        "batch sampler": (
+            DataLoader(Photos(gpu), batch_sampler=BatchSampler(hardest, 2, drop_last=False)),
             {"sampler": ("Hardest", 6.0)},
         ),
         "all": (all_slow, all_stages),

@@ -238,7 +238,10 @@ def test_function_that_is_ignored_while_another_runs_has_no_marks() -> None:
         n_more[0] = 0  # Too many events: ignore the most frequent at the next.
         n_more[0] = 1
 
-    lines = watch.LineWatch(lambda line, _: marks.extend(function.code.co_name for function, _ in line.path), pytest.fail)
+    def mark(line: Any, _: bool) -> None:
+        marks.extend(function.code.co_name for function, _ in line.path)
+
+    lines = watch.LineWatch(mark, lambda error: pytest.fail(repr(error)))
     lines.start(sys._getframe(), lambda _: n_more[0])
     try:
         [*map(often, range(200))]

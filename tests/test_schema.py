@@ -1,4 +1,7 @@
-"""Saved runs of earlier versions. `python tests/test_schema.py` writes a file of this version."""
+"""Saved runs of earlier versions, and the keys of the JSON result.
+
+`python tests/test_schema.py` writes the files of this version.
+"""
 
 import json
 import logging
@@ -13,11 +16,14 @@ import pytest
 
 from lightning_gputime import load
 from lightning_gputime._measurement.history import structured
-from lightning_gputime._runs import saved
+from lightning_gputime._runs import result, saved
+from lightning_gputime._runs.result import result_of
 from lightning_gputime._runs.saved import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 NEWEST = GOLDEN / f"run-{saved.VERSION}.{saved.MINOR}.json"
+
+RESULT = GOLDEN / f"result-{result.VERSION}.{result.MINOR}.json"
 
 DERIVED = {"verdict", "advice", "diagnosis", "sentence", "minor"}
 """Keys that are derived from others, and that readers ignore."""
@@ -113,6 +119,29 @@ def test_newest_saved_file_has_every_field() -> None:
     assert current == golden
 
 
+def keys_of(value: Any, path: str = "") -> list[str]:
+    """Return the paths of all keys of a JSON object."""
+    if isinstance(value, dict):
+        found = [keys_of(item, f"{path}.{key}") for key, item in value.items()]
+        return [key for keys in found for key in keys]
+    if isinstance(value, list) and value:
+        return keys_of(value[0], f"{path}[]")
+    return [path]
+
+
+def result_keys() -> dict[str, list[str]]:
+    return {
+        name: sorted(keys_of(result_of(filled_run(), brief=name == "brief")))
+        for name in ("full", "brief")
+    }
+
+
+def test_keys_of_the_result_are_those_of_its_version() -> None:
+    """If this fails, raise `MINOR` (or `VERSION`) of `result.py` and write a new file."""
+    assert result_keys() == json.loads(RESULT.read_text())
+
+
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(result_keys(), indent=1) + "\n")
     NEWEST.write_text(json.dumps(without_derived(saved.to_json(filled_run())), indent=1) + "\n")

@@ -26,6 +26,9 @@ class Content(NamedTuple):
     elements: int = 0  # Elements of the largest tensor of another type of each batch.
 
 
+_UNKNOWN = Content()  # Of a step with a batch that could not be read.
+
+
 class BatchLog:
     """Content of the newest timed steps. `add` and `end_step` are called in each of them."""
 
@@ -42,6 +45,8 @@ class BatchLog:
     def add(self, batch: Any) -> None:
         """Add a batch of the open step. It may be of any type, and is not kept."""
         found = self.open or Content()
+        if found is _UNKNOWN:
+            return
         try:
             if type(batch) is Tensor and not function_modes() and batch.is_floating_point():
                 # The most common case of a small model, without more calls.
@@ -57,11 +62,11 @@ class BatchLog:
                 tokens, used, elements = _content_of(batch)
             self.open = Content(found.tokens + tokens, found.used + used, found.elements + elements)
         except Exception:  # Objects of users may raise anything.
-            self.open = None
+            self.open = _UNKNOWN
 
     def end_step(self, number: int) -> None:
-        """End the open step. Call it only if it is not None."""
-        if self.open is not None:
+        """End the open step. It does nothing if no batch was added."""
+        if self.open is not None and self.open is not _UNKNOWN:
             self.steps.append((number, self.open))
         self.open = None
 

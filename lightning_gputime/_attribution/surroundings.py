@@ -168,28 +168,31 @@ class Surroundings:
         return self._wait_ms >= MIN_WAIT_SHARE * self._step_ms
 
     def _summary(self) -> OutsideSummary | None:
+        """Return the causes of the slow steps; None if the steps are few, or nothing was found."""
         if self._wall_clock is None:
             return self._cached[1]
-        # Timed steps, and the part of their excess without a cause in the loop
+        # Number, index, start, end and time of each timed step.
         timed = np.array([*self._timed], float).reshape(-1, 5)
-        left_ms = self._slow.unexplained_ms()
-        excess_ms = np.array([left_ms.get(int(number), 0.0) for number in timed[:, 0]])
-        steps, all_ms = timed[:, 1:4], timed[:, 4]  # Index, start and end of each; and its time.
-        batches = self.batches.candidates(timed[:, 0].astype(int).tolist())
-        found, max_false_alarms = [], FALSE_ALARMS
-
-        # If there are untimed steps, search all steps. The batches of untimed steps are unknown, so
-        # there are two tests, and each may have half of the false alarms.
+        numbers, indices = timed[:, 0].astype(int).tolist(), timed[:, 1].astype(int).tolist()
+        # The part of the excess of timed steps without a cause in the loop.
+        unexplained_ms = self._slow.unexplained_ms()
+        timed_excess_ms = np.array([unexplained_ms.get(number, 0.0) for number in numbers])
+        batches = self.batches.candidates(numbers)
         every = np.array([*self._untimed.newest], float).reshape(-1, 3)
-        if len(every) > len(timed) and not self._is_gpu_bound:
-            max_false_alarms = FALSE_ALARMS / 2
-            found += attribute(excess_ms, batches, max_false_alarms)
-            batches = []
-            unexplained_ms = {int(row[1]): ms for row, ms in zip(timed, excess_ms, strict=True)}
+        if len(every) <= len(timed) or self._is_gpu_bound:
+            steps, all_ms, excess_ms = timed[:, 1:4], timed[:, 4], timed_excess_ms
+            found, max_false_alarms = list[Attribution](), FALSE_ALARMS
+        else:
+            # Search all steps, timed or not. The batches of untimed steps are unknown, so there are
+            # two tests, and each may have half of the false alarms. Shares of batches are those of
+            # the excess of timed steps.
             steps, all_ms = every, (every[:, 2] - every[:, 1]) / 1e6
             excess_ms = _excess(all_ms)
+            timed_ms = dict(zip(indices, timed_excess_ms.tolist(), strict=True))
             for i, index in enumerate(every[:, 0].astype(int).tolist()):
-                excess_ms[i] = min(excess_ms[i], unexplained_ms.get(index, np.inf))
+                excess_ms[i] = min(excess_ms[i], timed_ms.get(index, np.inf))
+            max_false_alarms = FALSE_ALARMS / 2
+            found, batches = attribute(timed_excess_ms, batches, max_false_alarms), []
         if len(steps) < MIN_STEPS:
             return None
 

@@ -184,7 +184,8 @@ class OptimizerBoundary:
         self._was_tried = False
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
-        updating = _updating(optimizer)[-1]
+        """Note that a gradient scaler tries an update, which it may skip."""
+        updating = _updating(optimizer)[-1]  # The outermost: users may have given a wrapper.
         if id(updating) in self._given or self._admit_other(updating):
             self._was_tried = True
         return False

@@ -37,7 +37,7 @@ class FitActions:
         # Functions to call when an action starts, by the name of the action.
         self._calls: dict[str, Callable[[], object]] = {}
         self._listener = _ActionListener(trainer.profiler, self._calls, fail)
-        self._attachments = Attachments()  # Removed while no step is timed.
+        self._attachments = Attachments()  # Inside steps; removed while no step is timed.
         self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
         self._loop_entries = lightning_.loop_entries(trainer)
         self.reports_validations = "validation" in self._loop_entries
@@ -45,7 +45,10 @@ class FitActions:
         self._callback = ""  # Phase name of the callback that was called last inside a step.
 
     def listen(self, fit: Any, recorder: Recorder) -> None:
-        """Notify a fit until `remove`. Mark actions that do not need the fit in `recorder`."""
+        """Notify a fit (`callback.Fit`) of actions until `remove`.
+
+        Some actions only start a phase: they put a mark into `recorder`, without the fit.
+        """
         trainer, self._recorder, wall_clock = self._trainer, recorder, self._wall_clock
         self._calls.update(self._actions(fit))
         self._attachments.add(self._listener)

@@ -268,9 +268,11 @@ def _source_of(function: Any) -> Source | None:
 def _stages_of(loader: Any) -> Iterator[LoaderStage]:
     """Yield the sampler, the dataset and `collate_fn` of a loader, with the function of each."""
     sampler, collate = _original(loader.batch_sampler), _original(loader.collate_fn)
-    if sampler is None or type(sampler).__module__.partition(".")[0] == "torch":
-        # The batch samplers of torch only group the indices that the sampler yields.
+    if sampler is None:
         sampler = _original(loader.sampler)
+    elif type(sampler).__module__.partition(".")[0] == "torch":
+        # The batch samplers of torch only group the indices that their sampler yields.
+        sampler = _original(getattr(sampler, "sampler", loader.sampler))
     yield LoaderStage(SAMPLER, type(sampler).__name__, _source_of(type(sampler).__iter__))
     dataset = dataset_of(loader)
     kind = type(dataset)

@@ -434,7 +434,9 @@ def _load_side(name: str, group: Source | Sequence[Source]) -> list[Run]:
     """Return the runs of a side in the order of their start. Raise if one cannot be compared."""
     sources: Sequence[Any] = group if isinstance(group, list | tuple) else [group]
     if isinstance(group, _PATHS) and os.path.isdir(group):
-        sources = sorted(Path(group).glob("*.json*"))
+        # A process that was killed may have left a temporary file, whose name starts with a dot.
+        files = Path(group).glob("*.json*")
+        sources = sorted(file for file in files if not file.name.startswith("."))
     if not sources:
         raise ValueError(f"{name} must be one or more runs, got none in {group}")
     runs = []

@@ -16,8 +16,8 @@ from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepReco
 
 GOLDEN = 0.6180339887498949
 """Golden ratio minus 1. Its multiples, modulo 1, are spread as evenly as possible."""
-# Target cost of timing, as a fraction of the step: to time every step, and in windows. The latter is
-# less than half of 1 %, because steps that are only counted, reads and logs cost as much.
+# Target cost of timing, as a fraction of the step: to time every step, and in windows. The latter
+# is less than half of 1 %, because logs, and steps that are only counted, cost as much.
 _MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.004
 # Steps next to a window find cold CPU caches, too. With them, it costs 1.4 to 2.6 times as much, as
 # measured in loops of 0.7 to 2.9 ms (`benchmarks/cold_cost.py`).
