@@ -194,6 +194,7 @@ class StepRecord(NamedTuple):
         step_index: Index among all steps since the timer was attached, timed or not; -1 if only
             timed steps are counted.
         lines: Marks of lines of the user's code, if the step was examined; else None.
+        ended_ns: Cumulative time of all steps at the end of the step (in nanoseconds).
     """
 
     number: int
@@ -207,6 +208,7 @@ class StepRecord(NamedTuple):
     items: float = nan
     step_index: int = -1
     lines: tuple["LineTime", ...] | None = None
+    ended_ns: int = 0
 
     @property
     def evaluation_ms(self) -> float:

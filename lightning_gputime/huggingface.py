@@ -97,6 +97,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # State of a training.
         self._batch = BatchState()
         self._batch.close()
+        self._reports_starts = True  # False if the loop reports only the ends of steps.
         self._is_in_step = False  # True from `on_step_begin` to `on_step_end`, even across epochs.
         self._has_fetched = False  # True once the Trainer has called its patched fetch method.
         self._stage = ""  # Prefix of the newest evaluation's metrics, such as "eval".
@@ -215,7 +216,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if save := transformers_.save_method(trainer):
             self._time_saves(trainer, save)
         self._patch_callbacks(trainer)
-        self._batch = loop.batch
+        self._batch, self._reports_starts = loop.batch, True
         if loader is not None:
             self._read_loader(loader, prefix="dataloader_")
             self._time_loader()
@@ -224,7 +225,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._wall_clock.switch_to(EPOCH_ENDS)
-        self._batch.close()
+        if self._reports_starts:
+            self._batch.close()
         # A training that resumes from a checkpoint does not report its first epoch.
         if state.epoch or not state.global_step:
             self._session.start_epoch(state.global_step + 1, int(state.epoch or 0))
@@ -277,8 +279,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._batch.close()
         else:
             # An overridden training loop may report only the ends of steps. Then the batch is
-            # always open, as in a plain loop.
+            # always open from now on, as in a plain loop.
             self._batch.open()
+            self._reports_starts = False
         self._is_in_step = False
         self._session.end_step(state.global_step)
         if not self._wall_clock.has_stepped:
@@ -291,7 +294,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self._wall_clock.switch_to(EPOCH_ENDS)
-        self._batch.close()
+        if self._reports_starts:  # The epoch may end inside a step that accumulates.
+            self._batch.close()
         self._session.compare_ranks()
         self._save_if_due(is_epoch_end=True)
 

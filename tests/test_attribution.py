@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from fake_gpu import FakeGPU, raw
+from fake_gpu import MS, FakeGPU, raw
 from fake_lightning import Model, fit, timer_of
 from fake_loop import Loop, hooks, run_of, with_facts
 from torch import Tensor
@@ -114,6 +114,21 @@ def test_thread_that_runs_in_slow_steps_is_named_with_its_share(
     assert f"with {cause}" in str(summary)
     assert any(text.startswith(f"move the work of {cause} to a process") for text in summary.advice)
     assert pickle.loads(pickle.dumps(timer._results)).measurement().outside is not None
+
+
+def test_time_between_loops_moves_no_step(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_ns = list[int]()
+    with hooks(loop, every_n_steps=1) as timer:
+        surroundings = cast("Any", timer._session)._surroundings
+        for _ in range(3):  # The last steps of each loop are read in the next.
+            for x in timer.steps(loop.batches(20)):
+                loop.train(x)
+            loop.gpu.host_work(1000.0)
+        timer.flush()
+        for _, _, start_ns, end_ns, _ in surroundings._timed:
+            ends_ns += [start_ns, end_ns]
+    assert ends_ns == sorted(ends_ns)
+    assert ends_ns[-1] - ends_ns[0] < 60 * 30 * MS
 
 
 def test_thread_is_sampled_often_if_only_untimed_steps_are_slow(

@@ -9,6 +9,7 @@ import torch
 from conftest import hooks_of
 from fake_gpu import Adder, FakeGPU, batches, steps, work
 from fake_lightning import Loader, Model, timer_of, trainer
+from fake_loop import Loop, hooks
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -306,6 +307,16 @@ def test_module_that_is_compiled_during_the_training_stays_timed(
     assert with_timer == without
     timers[0].remove()
     assert timers[0].summary().rows["forward"].frequency == 1.0
+
+
+def test_module_that_is_compiled_for_another_use_stays_timed(loop: Loop) -> None:
+    with hooks(loop, every_n_steps=1) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(12))):
+            if number == 5:
+                torch.compile(loop.model, backend="eager")
+            loop.train(x)
+    forward_ms = timer.history()["forward_ms"].tolist()
+    assert {*forward_ms[:5], *forward_ms[6:]} == {4.0}
 
 
 def test_error_of_a_compilation_reaches_the_training(gpu: FakeGPU) -> None:

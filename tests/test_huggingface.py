@@ -583,6 +583,26 @@ def test_fetch_of_a_custom_loop_is_data_and_not_callbacks(fake: Make, timer: Tim
     assert "callbacks" not in timer.summary().rows
 
 
+def test_batches_of_a_loop_that_reports_only_ends_are_open_in_each_epoch(
+    fake: Make, timer: Timer
+) -> None:
+    class Trainer(Custom):
+        def train(self) -> None:
+            loader = self.begin()
+            for epoch in range(3):
+                self.state.epoch = float(epoch)
+                self.call_event("on_epoch_begin")
+                for _, batch in zip(range(2), loader, strict=False):
+                    self.update(batch)
+                    self.call_event("on_step_end")
+                self.call_event("on_epoch_end")
+            self.call_event("on_train_end")
+
+    fake([timer], trainer_class=Trainer).train()
+    # The first step shows that no start is reported.
+    assert [row["forward"] for row in steps(timer)[1:]] == [STEP["forward"]] * 5
+
+
 def test_timer_shared_by_nested_trainings_times_the_inner_one_and_warns(
     fake: Make, timer: Timer, caplog: pytest.LogCaptureFixture
 ) -> None:

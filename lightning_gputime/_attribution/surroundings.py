@@ -85,6 +85,7 @@ class Surroundings:
         self._machine: MachineLog | None = None
         # Number, index, start and end of each timed step, and its time (in milliseconds).
         self._timed: deque[tuple[int, int, int, int, float]] = deque(maxlen=_MAX_STEPS)
+        self._newest_ended_ns = 0  # Cumulative time at the end of the newest of them.
         # Time of all timed steps, and the time in which the host waited for the device.
         self._step_ms = self._wait_ms = 0.0
         self._cached: tuple[Any, OutsideSummary | None] = (None, None)
@@ -104,19 +105,18 @@ class Surroundings:
         all_ms = read.sums.each_ms
         self._step_ms += sum(all_ms)
         self._wait_ms += sum([step.wait_ms for step in read.records])
-        assert self._wall_clock is not None
-        outside_ns = self._wall_clock.outside_ns
-        self._timed.extend(
-            [
-                (
-                    *(step.number, step.step_index),
-                    *(step.host_ns[0] - outside_ns, step.host_ns[-1] - outside_ns),
-                    ms,
+        for step, ms in zip(read.records, all_ms, strict=True):
+            if step.lines is None:
+                # A pause inside the step is in its host time, but not in the cumulative time.
+                since_ns = step.ended_ns - (step.host_ns[-1] - step.host_ns[0])
+                self._timed.append(
+                    (
+                        *(step.number, step.step_index),
+                        *(max(since_ns, self._newest_ended_ns), step.ended_ns),
+                        ms,
+                    )
                 )
-                for step, ms in zip(read.records, all_ms, strict=True)
-                if step.lines is None
-            ]
-        )
+            self._newest_ended_ns = step.ended_ns
         machine = self._read_machine()
         # Untimed steps count, too: few of the timed steps may be slow.
         is_slow = self._slow.excess_ms > _MIN_EXCESS_SHARE * self._step_ms

@@ -175,6 +175,7 @@ class _PendingStep:
     step_index: int
     items: float
     skipped_update: bool
+    ended_ns: int
     n_ended: int  # Number of steps up to this step, timed or not.
     n_untimed: int  # Number of untimed steps between the previous timed step and this step.
     wait_ms: float = 0.0  # Wait of the host, per step since the previous timed step.
@@ -251,6 +252,7 @@ class PendingSteps:
         index: int,
         items: float,
         skipped_update: bool,
+        ended_ns: int,
         *,
         read: bool,
         wait: Wait,
@@ -259,7 +261,7 @@ class PendingSteps:
         self.ended += 1
         try:
             pending = _PendingStep(
-                step, number, index, items, skipped_update, self.ended, self._n_untimed
+                step, number, index, items, skipped_update, ended_ns, self.ended, self._n_untimed
             )
             self._pending.append(pending)
             self._n_untimed = 0
@@ -385,6 +387,7 @@ class PendingSteps:
                         items=step.items,
                         step_index=step.step_index,
                         lines=line_times,
+                        ended_ns=step.ended_ns,
                     )
                 )
             except Exception as error:

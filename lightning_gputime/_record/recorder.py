@@ -442,6 +442,7 @@ class Recorder:
         wait: Wait = Wait.FOR_EARLIER,
         index: int = -1,
         items: float = nan,
+        ended_ns: int = 0,
     ) -> None:
         """End the open step, and start the next one with `label`.
 
@@ -456,6 +457,7 @@ class Recorder:
             wait: Steps that the host may wait for.
             index: Index among all steps, timed or not; -1 if only timed steps are counted.
             items: Number of items of the step; NaN if unknown.
+            ended_ns: Cumulative time of all steps (in nanoseconds).
         """
         if get_ident() != self.threads.timed:
             return
@@ -479,9 +481,11 @@ class Recorder:
         if self.captures.has_captured:
             skipped_update = False  # Graph replays do not call optimizer hooks.
             step.relabel_replay()
-        self.pending.add(step, number, index, items, skipped_update, read=read, wait=wait)
+        self.pending.add(step, number, index, items, skipped_update, ended_ns, read=read, wait=wait)
 
-    def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
+    def end_at(
+        self, label: str, number: int, index: int = -1, items: float = nan, ended_ns: int = 0
+    ) -> bool:
         """End the open step now, without the time since its last mark of `label`. Do not wait.
 
         Return False and do nothing if no step is timed in this thread, if the step has no such
@@ -489,7 +493,7 @@ class Recorder:
         """
         if get_ident() != self.threads.timed or not self.open.exclude_after(label):
             return False
-        self.end_step(number, wait=Wait.NEVER, index=index, items=items)
+        self.end_step(number, wait=Wait.NEVER, index=index, items=items, ended_ns=ended_ns)
         return True
 
     def stop(self) -> None:

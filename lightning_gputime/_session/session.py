@@ -510,6 +510,7 @@ class Session:
                 label=label,
                 index=-1 if self.times_all else index,  # `Recorder.end_step` explains -1.
                 items=items,
+                ended_ns=self._ended_ns,
                 wait=Wait.FOR_THIS_STEP if mode is EXAMINED else Wait.FOR_EARLIER,
             )
         else:
@@ -843,7 +844,8 @@ class Session:
             recorder.mark(AFTER_UPDATE)
         last_label = AFTER_FORWARD if is_inference else AFTER_UPDATE
         index = -1 if self.times_all else self.counter.index  # `Recorder.end_step` explains -1.
-        return recorder.end_at(last_label, number, index, items)
+        ended_ns = self._host_ns() - self._wall_clock.outside_ns
+        return recorder.end_at(last_label, number, index, items, ended_ns)
 
     @property
     def ended_ns(self) -> int:
