@@ -383,7 +383,6 @@ class AllocatorLog:
     def start(self, now_ns: int) -> None:
         """Sample at the start of a timed step that does not follow a timed step."""
         self._ended_ns = now_ns
-        self.end_step(now_ns)
         self._read_counters(now_ns)
 
     def end_step(self, now_ns: int) -> None:

@@ -302,8 +302,8 @@ class Fit(BatchState):
     def _decide_step_end(self, batch_idx: int) -> bool:
         """Decide by the updates of this batch whether it ends a step. Return True if it does.
 
-        Count an update that is due and missing. If the trainer's count of batches gives another
-        result, stop using that count.
+        Count an update that is due and missing, except at the end of an epoch, which ends a step in
+        any case. If the trainer's count of batches gives another result, stop using that count.
         """
         session, optimizer = self._session, self._session.optimizer
         if not self._model.automatic_optimization:

@@ -72,7 +72,8 @@ class OptimizerBoundary:
     | any     | exception: corrected at next call  | unchanged       | update_that_raises          |
     | any     | end of the loop's step: ends early | none            | called_in_an_optimizer_hook |
 
-    After an early end, the return does nothing. `_ended_early` is True until the next call.
+    After an early end, the return does nothing. `_ended_early` is True until the next call in a
+    timed step.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
@@ -273,7 +274,8 @@ class OptimizerBoundary:
         """True if the open step had an update, even if it was skipped, or an update is running."""
         if self.updates or self._was_tried:
             return True
-        # A `step` that raised is also in `running`, so look at the stack.
+        # A `step` that raised is also in `running`, so look at the stack. In untimed steps `running`
+        # is empty; an early end of a timed step has shown that this loop ends steps inside updates.
         may_be_running = bool(self.running) or self._ended_early
         return may_be_running and bool(steps_on_stack())
 

@@ -224,6 +224,7 @@ class WorkCounter:
         return items
 
     def reset(self) -> None:
+        """Drop the items of the open step."""
         self._step_items, self._batch_items = 0.0, self._items.fixed
 
     def _find_precision(self, model: nn.Module) -> None:

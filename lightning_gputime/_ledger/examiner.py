@@ -73,7 +73,7 @@ class ExaminationSchedule:
         is_stopped = self.next_index == math.inf
         if is_stopped or self._is_distributed:  # Other ranks may not need more.
             return
-        self._n_soon, self.next_index = _MORE, 0
+        self._n_soon, self.next_index = _MORE, 0  # 0: the next step that may be examined.
         self.expects_long = False
 
     def step_examined(self, index: int, cost: float) -> None:

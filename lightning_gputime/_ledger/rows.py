@@ -486,7 +486,7 @@ class _RowChoice:
     `log` (1 %). `train` is the loop, `forward` has a row, and `log` belongs to its line in `train`.
 
     Each line of a loop or a model with enough time has its own row. All other lines of a function
-    share a row, which names the longest of them if that takes most of the function's time.
+    share a row, which names the function's longest line if that takes most of its time.
 
     Args:
         cells_ms: Time of each cell.
@@ -544,15 +544,16 @@ class _RowChoice:
             return None, 0
         lines_ms = self._lines_ms[function.key]
         longest = max(lines_ms, key=lines_ms.__getitem__)
-        is_dominant = lines_ms[longest] >= _MIN_LINE * sum(lines_ms.values())
+        names_longest = lines_ms[longest] >= _MIN_LINE * sum(lines_ms.values())
         # In a busy function, some lines have the time of other lines.
         if function.key not in self._busy and (self.is_loop(function) or self._is_model(function)):
             if lines_ms[number] >= self._min_row_ms:
                 return function, number
-            # Keep the other lines of a loop in their own row, even if one line is dominant.
-            has_row = lines_ms[longest] >= self._min_row_ms
-            is_dominant = is_dominant and has_row and not self.is_loop(function)
-        return function, longest if is_dominant else 0
+            # The short lines of a loop share a row of their own. Those of a model join the longest
+            # line if that has a row.
+            if self.is_loop(function) or lines_ms[longest] < self._min_row_ms:
+                names_longest = False
+        return function, longest if names_longest else 0
 
     def _innermost_with_row(self, place: Line) -> tuple[Function | None, int]:
         """Return the innermost function with a row, and its line that leads to a place."""

@@ -87,7 +87,10 @@ class TimedLoader:
 
 
 class CulpritSums:
-    """Stages of all loaders, and code by entry. Only the training thread adds to it."""
+    """Stages of all loaders, and code by entry.
+
+    Other threads only add garbage collections that they start, which never run at the same time.
+    """
 
     def __init__(self) -> None:
         # Time (in nanoseconds) and number of calls, by entry, name and place.
