@@ -274,8 +274,8 @@ class OptimizerBoundary:
         """True if the open step had an update, even if it was skipped, or an update is running."""
         if self.updates or self._was_tried:
             return True
-        # A `step` that raised is also in `running`, so look at the stack. In untimed steps `running`
-        # is empty; an early end of a timed step has shown that this loop ends steps inside updates.
+        # A `step` that raised is also in `running`, so look at the stack. In untimed steps it is
+        # empty, but an early end of a timed step has shown that this loop ends steps in updates.
         may_be_running = bool(self.running) or self._ended_early
         return may_be_running and bool(steps_on_stack())
 

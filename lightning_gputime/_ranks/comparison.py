@@ -489,8 +489,8 @@ def _usual_ms(
     callers = _sums_of([other for other in lines if other.function == line.caller], phases)
     own_callers = _sums_of([each for each in own if each.function == line.caller], phases)
     host_ms, gpu_ms, busy_ms, *phases_ms = map(float.__sub__, callers, own_callers)
-    # If not all lines were sent, this line takes at most as long as the shortest of them. Count that
-    # once, as host time, because the caller adds host and GPU time.
+    # If not all lines were sent, this line takes at most as long as the shortest of them. Count
+    # that once, as host time, because the caller adds host and GPU time.
     shortest_ms = lines[-1].longest_ms if len(lines) == MAX_LINES else 0.0
     paced_ms = max(host_ms, shortest_ms), max(gpu_ms, 0.0), max(busy_ms, shortest_ms)
     return [*paced_ms, *(max(ms, 0.0) for ms in phases_ms)]
