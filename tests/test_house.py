@@ -110,7 +110,7 @@ ALLOWED = {
     *(f"_ledger.watch {name}" for name in ("f_back", "f_code", "f_globals")),
     "testing _clock",  # The private option of all timers.
     "_ms",  # The end of keys.
-    *(f"{module} co_filename" for module in ("_ledger.ledger", "_ledger.places", "_timer")),
+    *(f"{module} co_filename" for module in ("_ledger.__init__", "_ledger.ledger", "_timer")),
 }
 OWN_OBJECTS = "self cls timer other options summary table losses kept one end_event run"
 

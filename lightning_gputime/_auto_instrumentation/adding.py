@@ -25,8 +25,8 @@ from lightning_gputime._compat.torch_ import (
     settings_of_iterator,
 )
 from lightning_gputime._instrumentation.patching import Calls, Subscription
+from lightning_gputime._loader import CulpritSums, TimedLoader
 from lightning_gputime._loader.stages import StagedLoaders
-from lightning_gputime._measurement.culprits import CulpritSums, TimedLoader
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OTHER
 from lightning_gputime._record.recorder import PAUSED

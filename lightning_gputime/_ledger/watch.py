@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from lightning_gputime._compat.python_ import is_user_code, user_frames
-from lightning_gputime._ledger.places import (
+from lightning_gputime._ledger import (
     CALLS,
     LINES,
     NOTHING,
