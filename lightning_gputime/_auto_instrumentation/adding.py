@@ -276,7 +276,7 @@ class TimedLoop:
         timer = self._timer
         self._hook.remove()
         timer._finish()
-        timer._forget_loop()  # Release the model, which the script may no longer need.
+        del timer._loop  # Release the model, which the script may no longer need.
         has_steps = len(timer.history()) > timer._options.timed_warmup_steps
         if self._show is not None:
             if has_steps:
