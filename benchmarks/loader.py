@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._compat.torch_ import fetcher_classes
+from lightning_gputime._loader import CulpritSums
 from lightning_gputime._loader import stages as workers_module
 from lightning_gputime._loader.stages import FIELDS, StagedLoaders
-from lightning_gputime._measurement.culprits import CulpritSums
 
 BATCH = 16
 SAMPLES = 1600

@@ -40,15 +40,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary, StepTimes
-from lightning_gputime._ranks.comparison import compare
-from lightning_gputime._ranks.exchange import Exchange
-from lightning_gputime._ranks.totals import (
+from lightning_gputime._ranks import (
     BatchContent,
     BatchMeans,
     LineTime,
     RankTotals,
     encode,
 )
+from lightning_gputime._ranks.comparison import compare
+from lightning_gputime._ranks.exchange import Exchange
 
 STRAGGLER, LAYERS = 1, 8
 PHASES = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}

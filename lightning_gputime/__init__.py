@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from lightning_gputime._instrumentation.traced import phase as phase
     from lightning_gputime._ledger.rows import LineRow as LineRow
     from lightning_gputime._ledger.rows import PhasePart as PhasePart
+    from lightning_gputime._loader import Culprit as Culprit
     from lightning_gputime._loader import LoaderTimes as LoaderTimes
+    from lightning_gputime._loader import Source as Source
     from lightning_gputime._loader import WorkerTimes as WorkerTimes
     from lightning_gputime._measurement.changes import Slowdown as Slowdown
-    from lightning_gputime._measurement.culprits import Culprit as Culprit
-    from lightning_gputime._measurement.culprits import Source as Source
     from lightning_gputime._measurement.measurement import CostlySetting as CostlySetting
     from lightning_gputime._measurement.measurement import Environment as Environment
     from lightning_gputime._measurement.measurement import Measurement as Measurement
@@ -56,9 +56,8 @@ _NAMES = {
     "_diagnosis": ("Advice", "Diagnosis", "Entry", "TimeBreakdown"),
     "_instrumentation.traced": ("phase",),
     "_ledger.rows": ("LineRow", "PhasePart"),
-    "_loader": ("LoaderTimes", "WorkerTimes"),
+    "_loader": ("Culprit", "LoaderTimes", "Source", "WorkerTimes"),
     "_measurement.changes": ("Slowdown",),
-    "_measurement.culprits": ("Culprit", "Source"),
     "_measurement.measurement": ("CostlySetting", "Environment", "Measurement", "TrainingSetup"),
     "_measurement.memory": ("MemorySummary",),
     "_measurement.observers": ("Section", "StepObserver"),

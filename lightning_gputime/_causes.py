@@ -27,8 +27,7 @@ import torch
 from lightning_gputime._compat.python_ import running_line
 from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._instrumentation.loop import attribute_of
-from lightning_gputime._loader import MadeBatch
-from lightning_gputime._measurement.culprits import GC_COLLECT, CulpritSums, Source
+from lightning_gputime._loader import GC_COLLECT, CulpritSums, MadeBatch, Source
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack, unpack
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import (

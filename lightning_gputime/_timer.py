@@ -19,8 +19,8 @@ from lightning_gputime._instrumentation.patching import Attachments, Subscriptio
 from lightning_gputime._instrumentation.traced import NamedPhase
 from lightning_gputime._ledger.examiner import forwards_of
 from lightning_gputime._ledger.ledger import Ledger, OutsideLines
+from lightning_gputime._loader import CulpritSums
 from lightning_gputime._loader.stages import StagedLoaders
-from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.measurement import CostlySetting, Environment
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowStep

@@ -631,10 +631,6 @@ class GPUPhaseHooks(Timer):
             self._wall_clock.stop(session.ended_ns)
         super()._forget(session)
 
-    def _forget_loop(self) -> None:
-        """Release the model and the optimizers; the timer cannot be attached again."""
-        del self._loop
-
 
 def _check_accumulation(batches: int | str, *, has_optimizers: bool) -> int:
     if batches != "auto":

@@ -18,8 +18,8 @@ from lightning_gputime._phases import (
     is_wait,
     of_one_callback,
 )
+from lightning_gputime._ranks import BatchMeans, RankTotals
 from lightning_gputime._ranks.comparison import compare
-from lightning_gputime._ranks.totals import BatchMeans, RankTotals
 
 
 class PhaseTimeMetric(Metric):

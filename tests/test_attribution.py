@@ -26,7 +26,6 @@ from lightning_gputime._attribution import (
     advice_on,
     machine,
 )
-from lightning_gputime._attribution.batch import BatchLog, Content
 from lightning_gputime._attribution.machine import (
     BLOCKED,
     WAITED,
@@ -39,6 +38,7 @@ from lightning_gputime._attribution.machine import (
     VirtualMemory,
     system_sources,
 )
+from lightning_gputime._attribution.surroundings import BatchLog, Content
 
 STEPS = 300
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -12,8 +12,8 @@ from lightning_gputime._attribution import OUTSIDE_CODES, OutsideCause, OutsideS
 from lightning_gputime._diagnosis import CODES, Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._ledger.rows import LineRow, PhasePart
+from lightning_gputime._loader import SAMPLER, Culprit, Source
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.culprits import SAMPLER, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats

@@ -77,6 +77,14 @@ def test_modules_import_only_from_lower_floors_without_cycles() -> None:
     assert imported["__main__"] >= {"__init__", "_auto_instrumentation.command"}
 
 
+def test_type_checkers_see_each_public_name() -> None:
+    """`__init__` has the names twice, because type checkers cannot follow its lazy imports."""
+    names = lightning_gputime._NAMES.items()
+    listed = {(f"lightning_gputime.{module}", name) for module, found in names for name in found}
+    shown = {(module, name) for module, name in imports("__init__") if "gputime" in module}
+    assert shown - {("lightning_gputime._messages", "suggest")} == listed
+
+
 def test_lightning_is_imported_only_where_allowed() -> None:
     for module in set(MODULES) - {"callback", "_auto_instrumentation.lightning"}:
         assert "lightning" not in {name.partition(".")[0] for name, _ in imports(module)}, module
@@ -110,7 +118,7 @@ ALLOWED = {
     *(f"_ledger.watch {name}" for name in ("f_back", "f_code", "f_globals")),
     "testing _clock",  # The private option of all timers.
     "_ms",  # The end of keys.
-    *(f"{module} co_filename" for module in ("_ledger.ledger", "_ledger.places", "_timer")),
+    *(f"{module} co_filename" for module in ("_ledger.__init__", "_ledger.ledger", "_timer")),
 }
 OWN_OBJECTS = "self cls timer other options summary table losses kept one end_event run"
 

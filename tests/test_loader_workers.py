@@ -26,14 +26,21 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._diagnosis import Diagnosis
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._loader import LoaderTimes, WorkerTimes, describe_slowdown, stages
+from lightning_gputime._loader import (
+    Culprit,
+    CulpritSums,
+    LoaderStage,
+    LoaderTimes,
+    WorkerTimes,
+    describe_slowdown,
+    stages,
+)
 from lightning_gputime._loader.advice import loader_table
 from lightning_gputime._loader.stages import (
     LoaderWorkers,
     StagedLoaders,
     WorkerTimer,
 )
-from lightning_gputime._measurement.culprits import Culprit, CulpritSums, LoaderStage
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import PhaseStats
 

@@ -26,10 +26,7 @@ from lightning_gputime import GPUPhaseHooks, load
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._output import page as report
-from lightning_gputime._ranks.comparison import RankSummary, compare
-from lightning_gputime._ranks.exchange import Agreement, Exchange
-from lightning_gputime._ranks.over_time import heat_maps
-from lightning_gputime._ranks.totals import (
+from lightning_gputime._ranks import (
     BatchContent,
     BatchMeans,
     LineTime,
@@ -42,6 +39,9 @@ from lightning_gputime._ranks.totals import (
     since,
     totals_of,
 )
+from lightning_gputime._ranks.comparison import RankSummary, compare
+from lightning_gputime._ranks.exchange import Agreement, Exchange
+from lightning_gputime._ranks.over_time import heat_maps
 from lightning_gputime._runs.saved import save
 
 SCRIPT = Path(__file__).parent / "rank_run.py"

@@ -33,7 +33,7 @@ from lightning_gputime._auto_instrumentation import lightning as auto_lightning
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES, find_program
 from lightning_gputime._auto_instrumentation.environment import BEGAN, VARIABLE, options
 from lightning_gputime._auto_instrumentation.plain import _models_of
-from lightning_gputime._measurement.culprits import STAGES
+from lightning_gputime._loader import STAGES
 from lightning_gputime._runs.saved import LiveFile
 from lightning_gputime._session.session import NEVER_ATTACHED
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseHooks, SlowStep
 from lightning_gputime._causes import SlowStepAnalyzer, allocator_counters
-from lightning_gputime._measurement.culprits import CulpritSums, of_entry
+from lightning_gputime._loader import CulpritSums, of_entry
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import SlowLog
 

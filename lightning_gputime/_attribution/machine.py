@@ -1,7 +1,8 @@
-"""What else runs on the machine: threads, processes, pressure and swap.
+"""What happens on the machine: threads, processes, pressure, swap, and the clock of the GPU.
 
 A *source* returns cumulative values by name, such as the CPU time of each thread. `MachineLog`
 reads the sources next to the loop. The growth of a value during a step is the step's exposure.
+`GPUClock` measures the clock of the GPU.
 """
 
 import importlib.util
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,8 +26,8 @@ import torch
 from lightning_gputime._attribution.overlap import Candidate
 from lightning_gputime._compat.python_ import place_in_thread
 from lightning_gputime._compat.torch_ import LOADER_WORKER
-from lightning_gputime._measurement.culprits import Source
-from lightning_gputime._record.clock import IGNORED_THREADS, thread_ns
+from lightning_gputime._loader import Source
+from lightning_gputime._record.clock import IGNORED_THREADS, Clock, TimingEvent, thread_ns
 
 # Fraction of the time that reading a source may take, and minimum interval of reads: in the loop,
 # where all sources together may take 0.1 %, and in the sampling thread.
@@ -39,6 +41,14 @@ _NUMBERS = re.compile(r"[-_ ]*\d+")
 _PAGES = re.compile(rb"^(pswpin|pswpout|pgmajfault) (\d+)", re.MULTILINE)
 BLOCKED, WAITED = "waits of the loop's thread", "waits of the loop's thread for a CPU core"
 """Names of the times in which the thread of the loop was blocked, and was ready without a core."""
+# Clock cycles of the kernel that measures the GPU's clock: 0.14 ms. Shorter kernels read low,
+# because two events have a distance of 2 us. The kernel before it runs while the host launches the
+# rest, 15 us later at most.
+_CYCLES, _CYCLES_BEFORE = 200_000, 40_000
+_MIN_DISTANCE_NS = 2_000_000_000  # Of two such measurements, which take the host about 30 us.
+# Minimum change with two or more measurements after it, and with one. A measurement is off by up
+# to 5 %.
+_MIN_CHANGE, _MIN_CHANGE_OF_ONE = 0.05, 0.1
 
 
 class _File:
@@ -387,3 +397,85 @@ def _sample(log: "weakref.ref[MachineLog]", wake: threading.Event) -> None:
         except Exception:  # Sampling must never disturb the training.
             return
         del owner
+
+
+class GPUClock:
+    """The clock of the GPU, measured without NVML.
+
+    A kernel that spins for a number of clock cycles takes time in proportion to the length of a
+    cycle. One such kernel runs at the end of a timed step, behind its work, and is excluded from
+    its phases. So it measures the clock of a busy GPU. Power and heat limits lower that clock.
+
+    All measurements are empty on a device without a spinning kernel.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spin: Callable[[int], None] | None = getattr(clock, "spin_cycles", None)
+        # Number of the step, start and end of the measurement that was launched.
+        self._pending: tuple[int, TimingEvent, TimingEvent] | None = None
+        self._launched_ns = -_MIN_DISTANCE_NS
+        self.is_due = False
+        """True if `measure` should be called at the end of the next timed step."""
+        self.mhz: list[tuple[int, float]] = []
+        """Number of each measured step, and clock (in MHz)."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither the device's clock nor its events can be pickled.
+        cleared = {"_clock": None, "_spin": None, "_pending": None, "is_due": False}
+        return {**self.__dict__, **cleared, "mhz": self.mhz.copy()}
+
+    def steps_read(self) -> None:
+        """Read the newest measurement if the device has finished it. Does not wait or raise."""
+        if self._spin is None or self._clock.is_capturing():
+            return
+        with suppress(RuntimeError):  # The next measurement may succeed.
+            if self._pending is not None:
+                number, start, end = self._pending
+                if not end.query():
+                    return
+                if (ms := start.elapsed_time(end)) > 0.0:
+                    self.mhz.append((number, _CYCLES / ms / 1e3))
+                if len(self.mhz) > _MAX_READINGS:
+                    del self.mhz[1:-1:2]
+        self._pending = None
+        self.is_due = self._clock.host_ns() - self._launched_ns >= _MIN_DISTANCE_NS
+
+    def measure(self, number: int) -> None:
+        """Launch a measurement at the end of the step of this number. Does not raise."""
+        self.is_due = False
+        if self._spin is None or self._clock.is_capturing():
+            return
+        self._launched_ns = self._clock.host_ns()
+        try:
+            start, end = self._clock.event(), self._clock.event()
+            self._spin(_CYCLES_BEFORE)
+            start.record()
+            self._spin(_CYCLES)
+            end.record()
+        except RuntimeError:
+            self.stop()
+        else:
+            self._pending = number, start, end
+
+    def stop(self) -> Any:
+        """Measure no more. Return the events of a measurement that was not read."""
+        pending, self._pending, self._spin, self.is_due = self._pending, None, None, False
+        return pending
+
+    @property
+    def median_mhz(self) -> float | None:
+        """Median of all measurements; None without any."""
+        return median(mhz for _, mhz in self.mhz) if self.mhz else None
+
+    def change_at(self, step: int) -> str:
+        """Return how the clock has fallen since a step, as part of a sentence; empty if not."""
+        before = [mhz for number, mhz in self.mhz if number < step]
+        after = [mhz for number, mhz in self.mhz if number >= step]
+        # The quartiles, because the first measurements, and those of an idle GPU, may be low.
+        if len(before) < 2 or not after or np.quantile(after, 0.75) >= np.quantile(before, 0.25):
+            return ""
+        was, now = median(before), median(after)
+        if now > (1 - (_MIN_CHANGE if len(after) > 1 else _MIN_CHANGE_OF_ONE)) * was:
+            return ""
+        return f"the GPU's clock fell from {was:,.0f} to {now:,.0f} MHz"

@@ -25,8 +25,8 @@ from lightning_gputime._compat.torch_ import (
     settings_of_iterator,
 )
 from lightning_gputime._instrumentation.patching import Calls, Subscription
+from lightning_gputime._loader import CulpritSums, TimedLoader
 from lightning_gputime._loader.stages import StagedLoaders
-from lightning_gputime._measurement.culprits import CulpritSums, TimedLoader
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OTHER
 from lightning_gputime._record.recorder import PAUSED
@@ -276,7 +276,7 @@ class TimedLoop:
         timer = self._timer
         self._hook.remove()
         timer._finish()
-        timer._forget_loop()  # Release the model, which the script may no longer need.
+        del timer._loop  # Release the model, which the script may no longer need.
         has_steps = len(timer.history()) > timer._options.timed_warmup_steps
         if self._show is not None:
             if has_steps:

@@ -21,9 +21,9 @@ from lightning_gputime._diagnosis import (
 )
 from lightning_gputime._diagnosis.breakdown import is_model_work, is_update
 from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._loader import GC_COLLECT, of_entry
 from lightning_gputime._loader.advice import advise_on_first_step, advise_on_loader
 from lightning_gputime._measurement import wall_clock as wall
-from lightning_gputime._measurement.culprits import GC_COLLECT, of_entry
 from lightning_gputime._measurement.measurement import CostlySetting, Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import is_rare, is_uneven
 from lightning_gputime._messages import duration, percent

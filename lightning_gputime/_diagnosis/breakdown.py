@@ -30,8 +30,8 @@ from lightning_gputime._diagnosis import (
     TimeBreakdown,
 )
 from lightning_gputime._ledger.rows import LineRow, PhasePart
+from lightning_gputime._loader import WORKERS, of_entry
 from lightning_gputime._measurement import wall_clock as wall
-from lightning_gputime._measurement.culprits import WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven

@@ -219,8 +219,12 @@ class ForwardBoundary:
             if self._nested:
                 self._remove_hooks([*(self._hooked.keys() & self._nested) - self.called_modules])
                 self._nested.clear()
-        elif self._is_zeroth_order(is_dropped):
-            # Stop the search, and count calls in eval mode as training.
+        elif (
+            evaluation.state is _ACTIVE
+            and not (is_dropped or self.has_trained)
+            and evaluation.had_inner_calls(self._n_steps)
+        ):
+            # Zeroth-order training: stop the search, and count calls in eval mode as training.
             evaluation.state = Search.AFTER_BACKWARD
         elif timed:
             self._hook_inside(everywhere=True)
@@ -228,12 +232,6 @@ class ForwardBoundary:
                 self._hook_model(self._model)
         if not is_dropped:
             self._n_steps += 1
-
-    def _is_zeroth_order(self, is_dropped: bool) -> bool:
-        """Return whether a step without training calls trains without a backward."""
-        searches = self.evaluation.state is _ACTIVE and not is_dropped
-        has_eval_calls = searches and self.evaluation.had_inner_calls(self._n_steps)
-        return has_eval_calls and not self.has_trained
 
     # Modules with hooks
 

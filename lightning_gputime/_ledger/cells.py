@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from lightning_gputime._ledger import FunctionKey, Line
 from lightning_gputime._ledger.pace import MAX_IDLE_LAG_MS, Bounds, lags_ms
-from lightning_gputime._ledger.places import FunctionKey, Line
 from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, StepRecord, resolve_labels
 
 GPU, HOST, IDLE = "gpu", "host", "idle"

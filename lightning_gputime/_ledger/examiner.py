@@ -22,7 +22,7 @@ from lightning_gputime._compat.torch_ import (
     without_function_modes,
     without_wrappers,
 )
-from lightning_gputime._ledger.places import CALLS, Function, Line, Operations
+from lightning_gputime._ledger import CALLS, Function, Line, Operations
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock, HostClock, TimingEvent

@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from types import CodeType
 from typing import Any
 
+from lightning_gputime._ledger import FunctionKey, Line, Operations
 from lightning_gputime._ledger.cells import (
     GPU,
     HOST,
@@ -19,7 +20,6 @@ from lightning_gputime._ledger.cells import (
     functions_around,
 )
 from lightning_gputime._ledger.pace import PaceSums
-from lightning_gputime._ledger.places import FunctionKey, Line, Operations
 from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._phases import StepRecord

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_gputime._ledger import Function, FunctionKey, Line, Operations, lines_in
 from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
-from lightning_gputime._ledger.places import Function, FunctionKey, Line, Operations, lines_in
 from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, FORWARD, of_one_callback
 
 # Thresholds of `_RowChoice`, which give tables of about ten rows.

@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from lightning_gputime._compat.python_ import is_user_code, user_frames
-from lightning_gputime._ledger.places import (
+from lightning_gputime._ledger import (
     CALLS,
     LINES,
     NOTHING,
@@ -92,8 +92,12 @@ class LineWatch:
         global _running
         if _running is not None:
             return "another timer follows the code"
-        if not _is_available():
-            by = "sys.settrace" if _MONITORING is None else "each free id of sys.monitoring"
+        if _MONITORING is None:
+            is_taken, by = sys.gettrace() is not None, "sys.settrace"
+        else:
+            is_taken = all(_MONITORING.get_tool(tool) is not None for tool in _FREE_IDS)
+            by = "each free id of sys.monitoring"
+        if is_taken:
             return f"another tool, such as a debugger, traces the code with {by}"
         self._thread, self._more_events = get_ident(), more_events
         self._n_events = self._limit = 0
@@ -299,12 +303,6 @@ if hasattr(os, "register_at_fork"):  # Not on Windows. Workers of loaders are fo
 
 _MONITORING: Any = getattr(sys, "monitoring", None)
 _FREE_IDS = (4, 3)  # Ids that Python reserves for no kind of tool.
-
-
-def _is_available() -> bool:
-    if _MONITORING is None:
-        return sys.gettrace() is None
-    return any(_MONITORING.get_tool(tool) is None for tool in _FREE_IDS)
 
 
 class _Monitoring:

@@ -7,8 +7,7 @@ from statistics import median_high
 
 from lightning_gputime._diagnosis import MIN_OF_ENTRY, MIN_PART, Advice, Case
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._loader import LoaderTimes
-from lightning_gputime._measurement.culprits import SAMPLER, STAGES, WORKERS, of_entry
+from lightning_gputime._loader import SAMPLER, STAGES, WORKERS, LoaderTimes, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven
 from lightning_gputime._messages import duration, percent

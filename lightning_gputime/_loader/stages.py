@@ -36,19 +36,21 @@ from lightning_gputime._compat.torch_ import (
 )
 from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
+from lightning_gputime._ledger import key_of
 from lightning_gputime._ledger.ledger import OutsideLines
-from lightning_gputime._ledger.places import key_of
 from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
-from lightning_gputime._loader import LoaderTimes, MadeBatch, WorkerTimes
-from lightning_gputime._measurement.culprits import (
+from lightning_gputime._loader import (
     COLLATE,
     DATASET,
     SAMPLER,
     WORKERS,
     Culprit,
     LoaderStage,
+    LoaderTimes,
+    MadeBatch,
     Source,
     TimedLoader,
+    WorkerTimes,
 )
 from lightning_gputime._phases import FETCH
 from lightning_gputime._record.clock import core_times

@@ -10,6 +10,5 @@ Start with `results`: `Results` passes the steps that were read to the other cla
 - Timed steps: `sums` adds them up, `history` keeps the newest.
 - All steps: `untimed` estimates the phases of untimed steps, `wall_clock` the rest of the run.
 - Conspicuous steps: `slow` sums single slow steps, `changes` finds lasting changes.
-- Causes: `culprits` sums the time of code.
 - `memory` has the peak memory, `observers` calls the user's observers.
 """

@@ -7,9 +7,8 @@ from typing import Any
 
 from lightning_gputime._attribution import OutsideSummary
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._loader import LoaderTimes
+from lightning_gputime._loader import Culprit, LoaderTimes
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.culprits import Culprit
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.slow import SlowSummary

@@ -14,9 +14,8 @@ import numpy.typing as npt
 from lightning_gputime._compat import NotMeasured, not_measured
 from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.rows import LONG_STEP, LineRow
-from lightning_gputime._loader import describe_slowdown
+from lightning_gputime._loader import CulpritSums, describe_slowdown
 from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
-from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import StepLog, history, list_phases
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemoryWatch

@@ -201,7 +201,7 @@ class UntimedSteps:
     The first `warmup_steps` are excluded. `weights` knows the newest `history_size` timed steps.
     """
 
-    def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
+    def __init__(self, warmup_steps: int, history_size: int) -> None:
         self._warmup_steps = warmup_steps
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
         self.ends_ns = array("q")

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from lightning_gputime._measurement.sums import STEP, largest_part
 from lightning_gputime._messages import duration, messages, percent
 from lightning_gputime._phases import BACKWARD, BETWEEN_BATCHES, COMM, DATA, in_order, is_wait
+from lightning_gputime._ranks import MAX_LINES, BatchContent, LineTime, RankTotals
 from lightning_gputime._ranks.over_time import MIN_EXCESS, RankHistory, history_of, pattern_of
-from lightning_gputime._ranks.totals import MAX_LINES, BatchContent, LineTime, RankTotals
 
 LOCAL = "local"
 """Key of a rank's step time without waits for other ranks."""

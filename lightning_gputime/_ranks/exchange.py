@@ -26,8 +26,7 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._ranks.comparison import compare
-from lightning_gputime._ranks.totals import (
+from lightning_gputime._ranks import (
     BatchContent,
     BatchMeans,
     LineTime,
@@ -38,6 +37,7 @@ from lightning_gputime._ranks.totals import (
     since,
     totals_of,
 )
+from lightning_gputime._ranks.comparison import compare
 
 # Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends the
 # others after 5 s. The timeout must be shorter, so that the next collective can raise an error that

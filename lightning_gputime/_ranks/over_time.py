@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lightning_gputime._messages import duration
 from lightning_gputime._output.table import bar
-from lightning_gputime._ranks.totals import RankTotals
+from lightning_gputime._ranks import RankTotals
 
 MIN_EXCESS = 0.05
 """A late rank exceeds the median of the others by this fraction of a step: less costs little."""

@@ -288,12 +288,7 @@ _TIME_OF = attrgetter("ns")
 _TO_MS = (1e6).__rtruediv__  # Divides by 1e6, without calling a Python function.
 
 
-def clock_for(
-    device: torch.device,
-    host_ns: Callable[[], int] | None = None,
-    *,
-    report_cpu: bool = False,
-) -> Clock:
+def clock_for(device: torch.device, host_ns: Callable[[], int], *, report_cpu: bool) -> Clock:
     """Return the clock of a device.
 
     Args:

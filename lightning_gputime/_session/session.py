@@ -876,7 +876,7 @@ class Session:
 
     # Other events
 
-    def set_loader(self, loader: object, in_data: bool = False) -> None:
+    def set_loader(self, loader: object, in_data: bool) -> None:
         """Set the loader of the batches. `in_data`: its fetches are `data`, not `data/fetch`."""
         self._analyzer.set_loader(loader, in_data)
 
