@@ -79,4 +79,4 @@ def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
     whole = {name: row["whole, per iteration"] for name, row in rows.items()}
     assert whole["synchronize"] > 1.1 * whole["no timer"]
     # The work of the CPU varies by more than events cost.
-    assert whole["events"] - whole["no timer"] < 0.3 * (whole["synchronize"] - whole["no timer"])
+    assert whole["events"] - whole["no timer"] < 0.5 * (whole["synchronize"] - whole["no timer"])
