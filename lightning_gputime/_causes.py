@@ -58,9 +58,10 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import Clock
 
-_STEPS_PER_BASELINE = 25  # Number of steps that are compared with the same baseline.
-_BASELINE_STEPS = 50  # Maximum number of steps in a baseline: the newest steps.
-_NEAR_NS = 1_000_000  # Maximum distance of a reading from the mark that it belongs to.
+# Number of steps that are compared with the same baseline, and maximum number of steps in it: the
+# newest. Chosen: with fewer, medians are noisy and cost more; with more, they lag behind a drift.
+_STEPS_PER_BASELINE, _BASELINE_STEPS = 25, 50
+_NEAR_NS = 1_000_000  # Maximum distance of a reading from the mark that it belongs to. Chosen.
 
 # Kinds of spans, innermost first. A span may contain spans of earlier kinds.
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage_collection", "compilation", "callback")

@@ -236,7 +236,8 @@ def test_thread_that_runs_in_other_steps_is_not_named(
 @pytest.mark.parametrize(
     ("blocked_ms", "host_ms", "is_named"),
     # In the last case the device sets the pace: the host is blocked while it waits for the device.
-    [(12.0, 20.0, True), (1.0, 20.0, False), (12.0, 0.0, False)],
+    # In the second and third case, 34 % and 26 % of the time are blocked.
+    [(12.0, 20.0, True), (5.3, 20.0, True), (4.1, 20.0, False), (12.0, 0.0, False)],
 )
 def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
     loop: Loop,
@@ -258,7 +259,7 @@ def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
     assert (outside is not None) == is_named
     if outside is not None:
         assert outside.blocking is not None
-        assert outside.blocking.share == pytest.approx(12.0 / 15.625, rel=0.05)
+        assert outside.blocking.share == pytest.approx(blocked_ms / 15.625, rel=0.05)
         # It may cost more than the largest entry, so its advice is the first.
         advice = timer.summary().advice[0]
         assert advice.startswith("move the work of thread `save` (train.py:12) to a process")
@@ -266,18 +267,21 @@ def test_thread_that_always_runs_is_named_if_the_loop_is_blocked(
         assert outside.sentences[0] in str(timer.summary())
 
 
+@pytest.mark.parametrize("waited", [0.22, 0.18])
 def test_loop_that_waits_for_a_cpu_core_is_reported(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, waited: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Waiting(Busy):
         def read(self) -> dict[str, float]:
-            self.waited_s = 0.5 * loop.gpu.now / 1e9
+            self.waited_s = waited * loop.gpu.now / 1e9
             return super().read()
 
     timer = train(loop, Waiting(), delays=False, monkeypatch=monkeypatch)
     outside = timer.summary().measurement.outside
-    assert outside is not None
-    assert outside.core_wait_share == pytest.approx(0.5, rel=0.05)
+    assert (outside is not None) == (waited >= 0.2)
+    if outside is None:
+        return
+    assert outside.core_wait_share == pytest.approx(waited, rel=0.05)
     assert outside.causes == ()
     [advice] = [text for text in timer.summary().advice if "for a CPU core" in text]
     assert advice.startswith("run fewer threads")
@@ -460,7 +464,8 @@ def test_clock_is_measured_in_lightning(gpu: FakeGPU) -> None:
     ("clocks", "note"),
     [
         ((2000.0, 1600.0), "would differ by -4.0 %"),
-        ((2000.0, 1950.0), ""),
+        ((2000.0, 1880.0), "would differ by +12.8 %"),
+        ((2000.0, 1920.0), ""),  # A measurement is off by up to 5 %.
         ((2000.0, None), ""),
     ],
 )

@@ -87,6 +87,32 @@ def test_threshold_of_a_value_separates_the_slow_steps() -> None:
     assert found.share > 0.9
 
 
+@pytest.mark.parametrize(
+    ("n", "exposed", "others_ms", "is_named"),
+    [
+        (48, range(7, 48, 8), 0.0, False),
+        (55, range(7, 55, 8), 0.0, True),  # 50 steps or more.
+        (600, range(9, 600, 150), 0.0, False),
+        (600, range(9, 600, 110), 0.0, True),  # 5 slow steps or more.
+        (600, [*range(100, 104), *range(300, 304)], 0.0, False),
+        (600, [*range(100, 104), *range(300, 304), *range(500, 504)], 0.0, True),  # 3 episodes.
+        (600, range(300, 318), 0.0, False),
+        (600, range(300, 322), 0.0, True),  # Or 20 slow steps in one.
+        # Of the excess of other slow steps, too, the share is 8 %, then 12 %.
+        (2000, range(49, 2000, 50), 2.0, False),
+        (2000, range(49, 2000, 50), 1.4, True),
+    ],
+)
+def test_cause_is_named_from_each_threshold_on(
+    n: int, exposed: Any, others_ms: float, is_named: bool
+) -> None:
+    is_exposed = np.isin(np.arange(n), [*exposed])
+    is_slow = np.random.default_rng(6).random(n) < 0.1
+    excess_ms = np.where(is_exposed, 1.0, is_slow * others_ms)
+    found = attribute(excess_ms, [Candidate("save", is_exposed.astype(float))])
+    assert bool(found) == is_named
+
+
 def test_few_slow_steps_or_one_coincidence_are_no_evidence() -> None:
     once = np.zeros(STEPS)
     once[300:306] = 50.0

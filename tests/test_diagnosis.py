@@ -1,7 +1,7 @@
 """The diagnosis, a pure function of a measurement and the training setup."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._loader import SAMPLER, Culprit, Source
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
+from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.sums import PhaseStats
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
@@ -532,6 +533,69 @@ def test_advice_names_the_code_and_what_to_do(
     assert diagnose(measured, replace(LOADER, **setup)).advice[0].text == text
 
 
+def collected_in_one_place(share: float) -> Measurement:
+    entry, line = "slow steps: garbage collection", Source("train.py", 5, 5, "clean")
+    culprit = Culprit(entry, "", seconds=0.4, calls=9, share=share, source=line)
+    return on_host(slow=slow_steps(0.4, **{"garbage collection": 0.4}), culprits=(culprit,))
+
+
+def compiled_in_slow_steps(calls: float) -> Measurement:
+    culprit = Culprit("slow steps: compilation", "", seconds=0.4, calls=int(calls), share=1.0)
+    return on_host(slow=slow_steps(0.4, compilation=0.4), culprits=(culprit,))
+
+
+def loaded_by_three_lines(ms: float) -> Measurement:
+    first, *others = (
+        timed(name, "data.py:7", host={"data/fetch": ms if name == "read" else (13.3 - ms) / 2})
+        for name in ("read", "crop", "pad")
+    )
+    return on_host(FETCHES, first, *others)
+
+
+@pytest.mark.parametrize(
+    ("make", "below", "above", "sign"),
+    [
+        (lambda ms: on_host({"augment": ms}), 0.62, 0.8, "shorten"),  # 4 %, 6 % of the step.
+        (lambda ms: on_host({"optimizer": ms}), 1.2, 1.6, "fused"),  # 9 %, 11 %.
+        (
+            lambda ms: on_host({"other": ms}, timed("f", is_library=True, host={"other": ms})),
+            1.3,
+            1.7,
+            "shorten",
+        ),
+        (lambda s: on_host(wall_clock=fit({"set-up": s})), 4.0, 6.0, "set_up"),
+        (
+            lambda s: on_host(wall_clock=replace(fit({"validation": 10.0}), after_batches_s=s)),
+            2.5,
+            3.5,
+            "metrics",
+        ),
+        (collected_in_one_place, 0.2, 0.3, "collect_less"),
+        (compiled_in_slow_steps, 4, 6, "host-bound"),
+        (loaded_by_three_lines, 6.0, 7.3, "most of it at"),
+        (
+            lambda n: on_gpu(None, *(replace(line, operations=int(n)) for line in BLOCKS)),
+            4,
+            6,
+            "launch-bound",
+        ),
+        (
+            lambda free: on_gpu(waits_in=MODEL, memory=MemorySummary(1 - free, 1 - free, 1.0)),
+            0.15,
+            0.25,
+            "batch_size",
+        ),
+    ],
+)
+def test_diagnosis_changes_at_each_threshold(
+    make: Callable[[float], Measurement], below: float, above: float, sign: str
+) -> None:
+    for value in (below, above):
+        diagnosis, _ = diagnosed(make(value), replace(LOADER, unfused="Adam"))
+        found = [diagnosis.headline, *(advice.code for advice in diagnosis.advice)]
+        assert any(sign in text for text in found) == (value == above)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "grade", "headline", "speed_up"),
     [
@@ -567,8 +631,10 @@ def test_grade_of_an_entry_follows_from_its_uncertainty(
     [
         (95, 0.9, 0.0, True),
         (95, 0.9, 0.8, False),  # Most of the time is part of the first step.
-        (5, 0.9, 0.0, False),  # Rare compilations are slow steps.
-        (95, 0.1, 0.0, False),
+        (9, 0.9, 0.0, False),  # Rare compilations are slow steps.
+        (11, 0.9, 0.0, True),
+        (95, 0.24, 0.0, False),
+        (95, 0.3, 0.0, True),
     ],
 )
 def test_compilation_in_most_steps_is_reported(

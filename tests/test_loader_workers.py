@@ -305,6 +305,33 @@ def test_advice_on_a_loader_follows_from_its_workers(
 
 
 @pytest.mark.parametrize(
+    ("facts", "below", "above", "code"),
+    [
+        (lambda share: LONG_BATCHES | {"long_share": share}, 0.18, 0.22, "slow_samples"),
+        (lambda share: {"lock_share": share}, 0.18, 0.22, "worker_lock"),
+        (lambda share: {"run_delay_share": share}, 0.45, 0.55, "busy_cores"),
+        (lambda ms: {"pin_ms": ms}, 7.5, 8.5, "pin_memory"),  # A step takes 10 ms.
+        # A batch takes 20 ms.
+        (lambda ms: {"workers": (replace(WORKER, wait_ms=ms),) * 2}, 18.0, 22.0, "hand_over"),
+        (
+            lambda ms: {"workers": (WORKER, replace(WORKER, dataset_ms=ms), WORKER)},
+            26.0,
+            30.0,
+            "slow_worker",
+        ),
+        # The loop waits for 1 s in all.
+        (lambda s: {"starts": 2, "startup_s": s}, 0.25, 0.35, "persistent_workers"),
+    ],
+)
+def test_cause_of_a_wait_for_workers_is_named_from_each_threshold_on(
+    facts: Callable[[float], dict[str, Any]], below: float, above: float, code: str
+) -> None:
+    for value in (below, above):
+        found = diagnosed(replace(TIMES, **facts(value)), 5.0, 10.0, cores=4)
+        assert (code in [advice.code for advice in found.advice]) == (value == above)
+
+
+@pytest.mark.parametrize(
     ("setup", "text"),
     [
         ({"persistent_workers": False}, STARTS),

@@ -444,6 +444,9 @@ def test_host_that_is_slower_in_all_lines_is_named_in_long_runs_only(
         # A delay in one phase.
         ({"forward": 20.0}, 100.0, 40, 0),
         ({"forward": 20.0, "backward": 6.0}, 100.0, 40, 0),
+        # A short phase shows the speed of a host from 10 % of the step on.
+        ({"forward": 20.0, "data": 5.0}, 100.0, 40, 0),
+        ({"forward": 8.0, "optimizer": 6.0}, 100.0, 40, None),
     ],
 )
 def test_host_that_varies_is_no_straggler_in_a_short_run(
@@ -737,6 +740,9 @@ IN_EACH_STEP = [[15.0 + 6.0 * (i % 4 == rank) for i in range(32)] for rank in ra
         ([late_in([19])], {"steps": 1}, "transient", "step 19, which costs 0.4 ms"),
         # 4 of 40 steps are timed.
         ([late_in([19])], {"apart": 40}, "transient", "steps 760 to 799, which costs 0.4 ms"),
+        # Of 7 windows, one may be late by chance.
+        ([late_in([3])[:7]], {}, "", None),
+        ([late_in([3])[:10]], {}, "transient", "steps 12 to 15, which costs 0.8 ms"),
         # Rank 1 is last in all windows, but most of them are too noisy to tell.
         ([late_in([4, 5], 8.0, 0.7)], {}, "transient", "steps 16 to 23, which costs 0.8 ms"),
         ([late_in([4, 5], 3.2, 0.7)], {}, "", None),

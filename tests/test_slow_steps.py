@@ -92,6 +92,28 @@ def test_collection_delays_the_gpu_by_what_exceeds_the_lead_of_the_host(
     assert (slow.phase_ms["loss"], slow.host_ms["loss"]) == (0.5 + 40.0 - ahead_ms, 40.0)
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "varies_ms", "excess_ms", "is_slow"),
+    [
+        # Each of the three thresholds, if the other two are lower.
+        (15.0, 0.0, 1.4, False),
+        (15.0, 0.0, 1.6, True),  # 10 % of the median.
+        (15.0, 2.0, 9.5, False),
+        (15.0, 2.0, 10.5, True),  # Five times the median absolute deviation.
+        (1.0, 0.0, 0.45, False),
+        (1.0, 0.0, 0.55, True),  # 0.5 ms.
+    ],
+)
+def test_step_is_slow_from_three_thresholds_on(
+    loop: Loop, step_ms: float, varies_ms: float, excess_ms: float, is_slow: bool
+) -> None:
+    with hooks(loop) as timer:
+        for number in timer.steps(range(STEPS)):
+            more_ms = excess_ms if number == SLOW else varies_ms * (number % 3 - 1)
+            loop.gpu.work(step_ms + more_ms)
+    assert any(slow.step > 20 for slow in timer.slow_steps()) == is_slow  # Not the first.
+
+
 def test_reading_events_makes_no_step_slow(loop: Loop) -> None:
     gpu, gpu.read_ms = loop.gpu, 0.1  # 17.5 ms for 25 steps
     with hooks(loop, warmup_steps=5) as timer:

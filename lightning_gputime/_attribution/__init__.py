@@ -16,7 +16,8 @@ from lightning_gputime._messages import percent
 OUTSIDE_CODES = ("busy_cores", "busy_thread", "other_process", "group_batches", "shared_machine")
 """Codes of the advice. Its text names the cause."""
 _FREE_CORES = "run fewer threads, workers and other processes"
-_MIN_ADVICE_SHARE = 0.02  # Causes of a smaller fraction of the time get no advice.
+MIN_ADVICE_SHARE = 0.02
+"""Causes of a smaller fraction of the time get no advice. Chosen: removing one gains under 2 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def advice_on(summary: OutsideSummary | None) -> Iterator[tuple[float, str, str]
         yield share, "busy_thread", f"move the work of {summary.blocking} to a process: {because}"
     for cause in summary.causes:
         share = cause.share * summary.share
-        if share < _MIN_ADVICE_SHARE:
+        if share < MIN_ADVICE_SHARE:
             continue
         because = f"it coincides with {cause.percent} of the unexplained excess of slow steps"
         if cause.kind == "thread":

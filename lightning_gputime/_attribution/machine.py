@@ -30,11 +30,11 @@ from lightning_gputime._loader import Source
 from lightning_gputime._record.clock import IGNORED_THREADS, Clock, TimingEvent, thread_ns
 
 # Fraction of the time that reading a source may take, and minimum interval of reads: in the loop,
-# where all sources together may take 0.1 %, and in the sampling thread.
+# where all sources together may take 0.1 %, and in the sampling thread. Chosen: fewer see less.
 _IN_LOOP, _IN_THREAD = (2e-4, 250_000_000), (1e-3, 50_000_000)
-_SAMPLE_S = 0.05
+_SAMPLE_S = 0.05  # Interval of the sampling thread, as in `_IN_THREAD`.
 _MAX_READINGS = 2000  # Of more readings, every second is dropped.
-_MIN_BUSY = 0.05  # Threads and processes below this fraction of a core are not tracked.
+_MIN_BUSY = 0.05  # Processes below this fraction of a core are not tracked, to bound the time.
 _RESCAN_S = 1.0  # Minimum interval of searches for processes that have become busy.
 _TICK_S = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
 _NUMBERS = re.compile(r"[-_ ]*\d+")

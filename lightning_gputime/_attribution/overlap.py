@@ -24,18 +24,22 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-MIN_STEPS, MIN_SLOW = 50, 5  # Numbers of steps, and of steps with excess, to test anything.
+# Numbers of steps, and of steps with excess, to test anything. Chosen: fewer give wide intervals.
+MIN_STEPS, MIN_SLOW = 50, 5
 # A thread or process is named before the pressure that it causes, down to this fraction of the
 # share of the pressure: a thread that ends between two readings is seen for a part of its time.
+# Chosen: a smaller one names what only adds to the pressure, 1 the pressure without its cause.
 _MIN_SPECIFIC = 0.6
-MIN_SHARE = 0.1  # Candidates with a smaller share of the excess are not reported.
-FALSE_ALARMS = 0.01  # Probability that any candidate of a run is reported by chance.
-_DRAWS = 9999  # Number of random placements of the excess.
+MIN_SHARE = 0.1  # Candidates with a smaller share of the excess, which gains little, are left out.
+# Probability that any candidate of a run is reported by chance: in 0 of 50 control runs
+# (`benchmarks/results/outside_control.json`).
+FALSE_ALARMS = 0.01
+_DRAWS = 9999  # Random placements of the excess: p >= 1 / 10,000, enough for 100 candidates.
 _MAX_PLACED = 200  # Only this many steps with the largest excess are placed, to bound the time.
-_RESAMPLES = 200  # Number of bootstrap resamples for the interval of a share.
+_RESAMPLES = 200  # Bootstrap resamples for the interval of a share: 5 of them are beyond each end.
 _QUANTILES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # Possible thresholds of exposure.
 # Minimum number of separate episodes of exposure with excess. Fewer may coincide by accident,
-# unless they contain at least this many slow steps and half of the excess.
+# unless they contain at least this many slow steps and half of the excess. Chosen, like `MIN_SLOW`.
 _MIN_EPISODES, _MIN_SLOW_INSIDE = 3, 20
 
 

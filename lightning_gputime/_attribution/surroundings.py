@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gputime._attribution import OutsideCause, OutsideSummary
+from lightning_gputime._attribution import MIN_ADVICE_SHARE, OutsideCause, OutsideSummary
 from lightning_gputime._attribution.machine import (
     BLOCKED,
     WAITED,
@@ -42,25 +42,24 @@ from lightning_gputime._measurement.slow import (
     MIN_EXCESS_SHARE,
     SlowLog,
 )
-from lightning_gputime._measurement.untimed import MIN_WAIT_SHARE, UntimedSteps
-from lightning_gputime._measurement.wall_clock import WallClock
+from lightning_gputime._measurement.untimed import MAX_NEWEST, MIN_WAIT_SHARE, UntimedSteps
+from lightning_gputime._measurement.wall_clock import MIN_CORE_WAIT_SHARE, WallClock
 from lightning_gputime._record.clock import Clock, HostClock, LoopTime
 
 _MASK = "attention_mask"
 _OF_TOKENS = (torch.int64, torch.int32)
 _MAX_MASK = 100_000  # Larger masks are not summed, which would take 0.1 ms or more.
-_MIN_PADDING = 0.2  # Minimum share of padding that is reported.
+_MIN_PADDING = 0.2  # Minimum share of padding that is reported. Chosen: less gains little.
 # Maximum number of steps before a step, and after it, whose medians are its baseline; and minimum
-# number. A cause that lasts for half of them would be the baseline.
+# number. A cause that lasts for half of them would be the baseline. Chosen; drift counts if longer.
 _NEIGHBORS, _MIN_NEIGHBORS = 250, 25
-# Minimum fractions of the time for which a thread may block the loop, or the loop waits for a core.
-_MIN_BLOCKED, _MIN_WAITED = 0.3, 0.2
-_MAX_STEPS = 4000  # Number of newest timed steps that are joined, and whose batches are kept.
-_MIN_EXCESS_SHARE = 0.02  # From this excess on, as a fraction of the time, sample often.
+# Minimum fraction of the time for which a thread may block the loop. Chosen: a smaller one blames
+# threads of loggers for other waits, a larger one misses threads with the GIL.
+_MIN_BLOCKED = 0.3
 # Minimum probability that a value after a slowdown is larger than one before it, and maximum
-# distance of its own change from the slowdown, as a fraction of the steps.
+# distance of its own change from the slowdown, as a fraction of the steps. Chosen, against chance.
 _MIN_ORDERED, _MAX_DISTANCE = 0.97, 0.05
-_MIN_GROWTH = 0.1  # Minimum change of a value at a slowdown, as a fraction of the value.
+_MIN_GROWTH = 0.1  # Minimum change of a value at a slowdown, as a fraction of the value. Chosen.
 
 
 class Content(NamedTuple):
@@ -80,7 +79,7 @@ class BatchLog:
     def __init__(self) -> None:
         self.open: Content | None = None
         """Content of the open step so far."""
-        self.steps: deque[tuple[int, Content]] = deque(maxlen=_MAX_STEPS)
+        self.steps: deque[tuple[int, Content]] = deque(maxlen=MAX_NEWEST)
         """Number and content of each step."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,7 +205,7 @@ class Surroundings:
         self._sources = system_sources(gpu) if is_real else {}
         self._machine: MachineLog | None = None
         # Number, index, start and end of each timed step, and its time (in milliseconds).
-        self._timed: deque[tuple[int, int, int, int, float]] = deque(maxlen=_MAX_STEPS)
+        self._timed: deque[tuple[int, int, int, int, float]] = deque(maxlen=MAX_NEWEST)
         self._newest_ended_ns = 0  # Cumulative time at the end of the newest of them.
         # Time of all timed steps, and the time in which the host waited for the device.
         self._step_ms = self._wait_ms = 0.0
@@ -241,8 +240,8 @@ class Surroundings:
             self._newest_ended_ns = step.ended_ns
         machine = self._read_machine()
         # Untimed steps count, too: few of the timed steps may be slow.
-        is_slow = self._slow.excess_ms > _MIN_EXCESS_SHARE * self._step_ms
-        if is_slow or (self._untimed.n and self._untimed.long_share > _MIN_EXCESS_SHARE):
+        is_slow = self._slow.excess_ms > MIN_ADVICE_SHARE * self._step_ms
+        if is_slow or (self._untimed.n and self._untimed.long_share > MIN_ADVICE_SHARE):
             machine.sample_often()
 
     def _read_machine(self) -> MachineLog:
@@ -355,7 +354,7 @@ class Surroundings:
         shares = {each.name: min(float(np.nanmean(each.values)), 1.0) for each in known}
         # Without a device, times exclude these waits.
         waited = shares.get(WAITED, 0.0) if self._runs_ahead else 0.0
-        waited = waited if waited >= _MIN_WAITED else 0.0
+        waited = waited if waited >= MIN_CORE_WAIT_SHARE else 0.0
         # If the device sets the pace, the host is blocked while it waits for the device.
         threads = [
             each

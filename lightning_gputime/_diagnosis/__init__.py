@@ -64,8 +64,15 @@ CODES: Mapping[str, str] = {
         OVERHEAD_BOUND,
     ),
 }
-MIN_OF_ENTRY = 0.25  # Minimum fraction of an entry for code to be reported as its reason.
-MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
+# Minimum fractions of the wall clock for an entry to be the bottleneck, and to be reported. XProf
+# uses the same thresholds to grade input pipelines.
+MIN_BOTTLENECK, MIN_REPORTED = 0.2, 0.05
+# Minimum fraction of an entry for code to be reported as its reason. Chosen: a smaller one blames
+# minor code, a larger one finds no reason where three lines share the time.
+MIN_OF_ENTRY = 0.25
+# Advice ignores parts and code of libraries with a smaller fraction of the time. Chosen: a smaller
+# one gives advice that gains little, a larger one hides an update that `fused=True` shortens.
+MIN_PART = 0.1
 
 Grade = Literal["bound", "worth a look", "balanced", "unknown"]
 

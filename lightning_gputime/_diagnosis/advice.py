@@ -7,8 +7,10 @@ from lightning_gputime._diagnosis import (
     COLLECTIONS,
     COMMUNICATION,
     COMPILATIONS,
+    MIN_BOTTLENECK,
     MIN_OF_ENTRY,
     MIN_PART,
+    MIN_REPORTED,
     MODEL_PHASES,
     OFF_CPU,
     OTHER_RANKS,
@@ -38,15 +40,16 @@ from lightning_gputime._phases import (
     OTHER,
 )
 
-_MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
-_MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
-_MAX_SHORT_S = 5.0  # An entry that occurs once is short up to this time.
-# Minimum share of the model's code that keeps the GPU waiting. On shorter code,
-# `advise_on_launches` has advice for all of it together.
-_MIN_LAUNCHING = 0.2
-_MIN_LIBRARY = 0.1  # Minimum share of code of a library, which the user cannot change.
-_MIN_CALLS = 4  # Per step. From this number on, advice tells how often code is called.
-_MIN_AFTER_BATCHES = 0.3  # Minimum fraction of evaluations for computing metrics after them.
+# Above this fraction of the GPU memory, suggest no larger batch. Chosen: a smaller one leaves more
+# memory unused, with a larger one the next batch size runs out of it.
+_MAX_MEMORY_SHARE = 0.8
+# An entry that occurs once is short up to this time. Chosen: with a smaller one, set-up is the
+# bottleneck of each short trial; with a larger one, slow set-up has no advice there.
+_MAX_SHORT_S = 5.0
+_MIN_CALLS = 4  # Per step. From this number on, advice tells how often code is called. Chosen.
+# Minimum fraction of evaluations for computing metrics after them. Chosen: smaller ones advise on
+# what costs little next to the batches, larger ones miss slow metrics.
+_MIN_AFTER_BATCHES = 0.3
 
 Rule = Callable[[Case], Iterator[Advice]]
 
@@ -57,7 +60,7 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
     With `only_settings`, return only advice on costly settings and on code that takes ever longer.
     """
     entry = case.entry
-    is_small = entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE
+    is_small = entry.share < MIN_REPORTED and (entry.speed_up or 1.0) < 1 + MIN_REPORTED
     if is_small or is_short_once(entry):
         return ()
     settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
@@ -125,9 +128,9 @@ def _advise_on_line(case: Case, line: LineRow) -> Iterator[Advice]:
     times = f", {line.calls:.0f} times per step" if line.calls >= _MIN_CALLS else ""
     in_model = is_model_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
-    if in_model and keeps_waiting and entry.share < _MIN_LAUNCHING:
-        return
-    if line.is_library and CALLBACKS not in entry.phases_ms and entry.share < _MIN_LIBRARY:
+    if in_model and keeps_waiting and entry.share < MIN_BOTTLENECK:
+        return  # `advise_on_launches` has advice for all of the model's short code together.
+    if line.is_library and CALLBACKS not in entry.phases_ms and entry.share < MIN_PART:
         return
     if line.is_recomputed:
         memory = f" (now {percent(m.memory.share)} of the GPU's)" if m.memory is not None else ""
@@ -160,7 +163,7 @@ def _advise_on_line(case: Case, line: LineRow) -> Iterator[Advice]:
         parts = ", ".join(
             f"{duration(ms)} in {phase}"
             for phase, ms in entry.phases_ms.items()
-            if ms >= 0.05 * entry.ms_per_step
+            if ms >= MIN_REPORTED * entry.ms_per_step
         )
         text = f"{line} takes {case.took}{where} ({parts}){times}: make it faster"
         yield Advice("speed_up", text, {"function": line.function, "modules": line.modules})

@@ -17,6 +17,7 @@ from lightning_gputime._diagnosis import (
     COMPUTE_BOUND,
     GPU_BOUND,
     HOST_BOUND,
+    MIN_BOTTLENECK,
     MODEL_PHASES,
     NOT_EXAMINED,
     NOT_SAMPLED,
@@ -35,6 +36,7 @@ from lightning_gputime._measurement import wall_clock as wall
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
 from lightning_gputime._measurement.sums import PhaseStats, is_uneven
+from lightning_gputime._measurement.untimed import MIN_WAIT_SHARE
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._phases import (
     BACKWARD,
@@ -50,11 +52,12 @@ from lightning_gputime._phases import (
     of_one_callback,
 )
 
-_MIN_WAIT = 0.1  # With a shorter host wait, as a fraction of the step, the host's time is unknown.
-_MIN_PACE = 0.6  # Minimum fraction of an entry's time in which the host or the GPU sets the pace.
-# Compilations are frequent from one in 10 steps on, and reported from 20 % of the time on. Fewer
-# than 5 are necessary: the first of each graph.
-_FREQUENT, _MIN_COMPILED, _MIN_COMPILATIONS = 0.1, 0.2, 5
+# Minimum fraction of an entry's time in which the host or the GPU sets the pace. Chosen: at 0.5,
+# noise decides; a larger one says "both" where one of them clearly sets it.
+_MIN_PACE = 0.6
+# Compilations are frequent from one in 10 steps on. Fewer than 5 are necessary: the first of each
+# graph. Chosen: smaller ones blame a usual start, larger ones miss short runs.
+_FREQUENT, _MIN_COMPILATIONS = 0.1, 5
 
 
 @dataclass(slots=True)
@@ -211,7 +214,7 @@ def _frequently_compiled_share(m: Measurement) -> float:
     first_s = m.wall_clock.entries_s.get(wall.FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
     compiled_s = sum(compiled.seconds for compiled in code) - first_s
     share = 1e3 * compiled_s / (steps * m.step.mean_ms)
-    return share if share >= _MIN_COMPILED else 0.0
+    return share if share >= MIN_BOTTLENECK else 0.0
 
 
 def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -> dict[str, _Part]:
@@ -288,7 +291,7 @@ def _host_paced(m: Measurement, phase: str) -> float:
     if m.on_host_clock or m.host_paced:
         return m.host_paced.get(phase, 1.0)
     # A run of version 5. The host waits for the GPU only if the GPU sets the pace.
-    return float(m.host_wait_mean_ms < _MIN_WAIT * m.step.mean_ms)
+    return float(m.host_wait_mean_ms < MIN_WAIT_SHARE * m.step.mean_ms)
 
 
 def _entry_in_steps(
@@ -329,7 +332,7 @@ def _entry_in_steps(
     # A phase that is long in a single step only is not the bottleneck.
     is_of_one_step = rows and all(_is_of_one_step(row, n, step_ms) for row in rows)
     saved_share = share
-    if pace == "GPU" and name not in CODES and m.host_wait_mean_ms >= _MIN_WAIT * step_ms:
+    if pace == "GPU" and name not in CODES and m.host_wait_mean_ms >= MIN_WAIT_SHARE * step_ms:
         # Without this work, the host sets the pace: no step is shorter than its time on the host.
         # If it waits for 3 of 14 ms, then removing 10 ms of the GPU's work saves only 3 ms, and the
         # host's time for that work.

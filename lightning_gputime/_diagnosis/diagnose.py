@@ -12,6 +12,8 @@ from lightning_gputime._diagnosis import (
     HOST_BOUND,
     INPUT_BOUND,
     LAUNCH_BOUND,
+    MIN_BOTTLENECK,
+    MIN_REPORTED,
     MODEL_PHASES,
     OVERHEAD_BOUND,
     Advice,
@@ -42,17 +44,19 @@ from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._messages import duration, percent
 from lightning_gputime._phases import DATA, FORWARD
 
-# Minimum fraction of the wall clock for an entry to be the bottleneck, and to be reported. XProf
-# uses the same thresholds to grade input pipelines.
-_MIN_BOTTLENECK = 0.2
-_MIN_REPORTED = 0.05
-_MIN_OF_ALL = 0.5  # With this fraction of an entry or of all launches, a line is named.
-_MIN_LAUNCHES = 0.3  # Higher than `_MIN_BOTTLENECK`: launches at many lines cannot all be removed.
-# In forward, Python launches an operation in 5 to 50 us. A longer time contains other work.
+_MIN_OF_ALL = 0.5  # With most of an entry or of all launches, a line is named.
+# Higher than `MIN_BOTTLENECK`: launches at many lines cannot all be removed. Chosen: a smaller one
+# hides the longest GPU work behind launches, a larger one hides small batches.
+_MIN_LAUNCHES = 0.3
+# In forward, Python launches an operation in 5 to 50 us. A longer time contains other work. Chosen:
+# smaller ones take slow hosts for other work, larger ones take host code for launches.
 _MAX_LAUNCH_MS = 0.1
-_MIN_SLOWDOWN = 0.1  # Minimum fraction of the time that a slowdown in the headline costs.
-_MIN_EVALUATION_STEPS = 20  # An evaluation of fewer steps has no diagnosis.
-# A verdict must hold in both halves of the run, with this fraction of the minimum in each.
+# Minimum fraction of the time that a slowdown in the headline costs. Chosen: a smaller one adds the
+# drift of a warm GPU to many headlines, a larger one leaves such losses to the table.
+_MIN_SLOWDOWN = 0.1
+_MIN_EVALUATION_STEPS = 20  # An evaluation of fewer steps has no diagnosis. Chosen: all is warm-up.
+# A verdict must hold in both halves of the run, with this fraction of the minimum in each. Chosen:
+# at 1, noise drops entries near the minimum; a smaller one keeps what has ended.
 _OF_MIN_IN_HALF = 0.75
 
 
@@ -69,8 +73,8 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         return Diagnosis()
     breakdown = _with_advice(break_down(m, setup), m, setup)
     blurred_share = sum(row.share for row in breakdown.rows if is_blurred(_names(row), m))
-    is_gpu_bound = not m.on_host_clock and _gpu_share(breakdown) >= 1 - _MIN_BOTTLENECK
-    if blurred_share >= _MIN_BOTTLENECK and not is_gpu_bound:
+    is_gpu_bound = not m.on_host_clock and _gpu_share(breakdown) >= 1 - MIN_BOTTLENECK
+    if blurred_share >= MIN_BOTTLENECK and not is_gpu_bound:
         # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
     unclear_share = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
@@ -78,14 +82,14 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         f"unclear: `data` takes {percent(unclear_share)} of the {breakdown.scope}, mostly in a few"
         " steps, which may be evaluations"
     )
-    if unclear_share >= _MIN_BOTTLENECK:
+    if unclear_share >= MIN_BOTTLENECK:
         advice = _advice_of(breakdown, first=DATA)
         return Diagnosis(headline=unclear, time_breakdown=breakdown, advice=advice)
     found = _bottleneck(breakdown, m, setup)
     headline = found.headline
     if found.code == COMMUNICATION_BOUND and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
-    if unclear_share >= _MIN_REPORTED:
+    if unclear_share >= MIN_REPORTED:
         headline += f"; {unclear}"
     advice = (*found.advice, *_advice_of(breakdown, first=found.entry))
     slowdown = m.slowdown
@@ -115,7 +119,7 @@ def _with_advice(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup)
         is_of_model = line is not None and _is_models_entry(row)
         # Advice on each of the model's short lines would say the same, so give it on the longest.
         # Advice on updates differs.
-        is_short_line = row.share < _MIN_BOTTLENECK and not (line and is_update(line))
+        is_short_line = row.share < MIN_BOTTLENECK and not (line and is_update(line))
         only_settings = is_of_model and has_longer_line and is_short_line
         has_longer_line |= is_of_model
         if row.error < row.share and not is_blurred(_names(row), m):
@@ -175,11 +179,11 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     recurring = max(
         (row for row in others if row.name not in ONCE), key=_saved_share, default=largest
     )
-    is_worth_a_look = _saves(recurring, _MIN_REPORTED, m) and recurring.error < recurring.share
+    is_worth_a_look = _saves(recurring, MIN_REPORTED, m) and recurring.error < recurring.share
     # The lower end of the interval may be below the minimum, but not below half of it.
-    min_end = _MIN_BOTTLENECK / 2
+    min_end = MIN_BOTTLENECK / 2
     is_certain = _saved_share(largest) - largest.error >= min_end
-    is_bottleneck = is_certain and _saves(largest, _MIN_BOTTLENECK, m)
+    is_bottleneck = is_certain and _saves(largest, MIN_BOTTLENECK, m)
     if launches >= _MIN_LAUNCHES and not (is_bottleneck and _saved_share(largest) > launches):
         headline = f"{LAUNCH_BOUND}: {_describe_launches(of_model, launches, breakdown)}"
         if is_worth_a_look:
@@ -217,25 +221,25 @@ def _models_work(breakdown: TimeBreakdown, of_model: list[Entry], m: Measurement
     headline, entry = f"{code}: {reason}", ""
     known = [row for row in of_model if not is_blurred(_names(row), m)]
     longest = max(known, key=lambda row: row.share, default=None)
-    if longest is not None and longest.share >= _MIN_REPORTED:
+    if longest is not None and longest.share >= MIN_REPORTED:
         entry = longest.name
         headline += f"; {_describe(longest, breakdown, m)}"
     rests = [row for row in breakdown.rows if row.line is not None and row.line.is_rest]
     rest = max(rests, key=lambda row: row.share, default=None)
-    if rest is not None and rest.share >= _MIN_BOTTLENECK:
+    if rest is not None and rest.share >= MIN_BOTTLENECK:
         headline += f"; many short lines of {rest.line} take {percent(rest.share)}"
     return Diagnosis(code, "balanced", entry, headline)
 
 
 def _unclear(row: Entry, m: Measurement) -> str:
     """Return why it is unclear what an entry takes, and what to do; empty if it is clear."""
-    if row.share < _MIN_REPORTED:
+    if row.share < MIN_REPORTED:
         return ""
     if row.error >= row.share:
         how = "train for longer" if row.line is not None else "pass every_n_steps=1"
         return f"`{row.name}` takes {percent(row.share)} ± {percent(row.error)}: {how}"
     least_share = _least_share(row, m)
-    if least_share < _OF_MIN_IN_HALF * _MIN_REPORTED:
+    if least_share < _OF_MIN_IN_HALF * MIN_REPORTED:
         in_half = f"but {percent(least_share)} in half of the run"
         return f"`{row.name}` takes {percent(row.share)}, {in_half}: train for longer"
     return ""
@@ -280,7 +284,7 @@ def _describe_launches(of_model: list[Entry], launches: float, breakdown: TimeBr
     parts = ", ".join(
         f"{percent(share / breakdown.steps_share)} in {phase}"
         for phase, share in in_phases.items()
-        if share >= _MIN_REPORTED * launches
+        if share >= MIN_REPORTED * launches
     )
     where = "at many lines"
     longest = max(of_model, key=lambda row: row.host_share)
@@ -317,7 +321,7 @@ def _saved_share(entry: Entry) -> float:
 
 def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
     """Return what an entry costs, as part of a sentence."""
-    error = f" ± {percent(entry.error)}" if entry.error >= _MIN_REPORTED else ""
+    error = f" ± {percent(entry.error)}" if entry.error >= MIN_REPORTED else ""
     share = f"{percent(entry.share)}{error} of the {breakdown.scope}"
     name = str(entry.line) if entry.line is not None else f"`{entry.name}`"
     if entry.name in ONCE:

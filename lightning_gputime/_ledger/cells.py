@@ -14,8 +14,12 @@ GPU, HOST, IDLE = "gpu", "host", "idle"
 """Kinds of time: the device set the pace, the host set it while the line ran, and the host set it
 after the line, because the line had waited until the device had nothing left to do."""
 
-_MAX_AFTER_WAIT = 0.3  # Device time in a wait of the host, as a fraction of the lag before it.
-_MIN_DRAINED_MS = 0.2  # Smaller amounts of queued work, when the queue runs dry, are ignored.
+# Device time in a wait of the host, as a fraction of the lag before it. Chosen: smaller ones count
+# waits after new work as the host's work, larger ones count work after a short lag as a wait.
+_MAX_AFTER_WAIT = 0.3
+# Smaller amounts of queued work, when the queue runs dry, are ignored. Chosen: smaller ones, near
+# the error of a lag, blame lines without a wait; larger ones miss waits in short steps.
+_MIN_DRAINED_MS = 0.2
 
 
 Span = tuple[int, int]

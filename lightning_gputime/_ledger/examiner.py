@@ -28,11 +28,10 @@ from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock, HostClock, TimingEvent
 from lightning_gputime._record.pending_steps import LineMark
 
+# Chosen, each: a smaller one knows less of the lines, a larger one costs more time.
 _MAX_NODES = 20_000  # The graphs of backwards with more nodes are not searched.
 # Of a step's time, marks may take this fraction before frequent lines are ignored.
 _MAX_MARKS_SHARE = 0.5
-_FIRST_MARK_NS = 10_000  # Cost of a mark before it was measured.
-_EVENT_NS = 3_000  # Cost of an event apart from its mark.
 _MIN_EVENTS = 300  # Number of events at which lines may be ignored, however short the step is.
 _FIRST = (12, 15, 18)  # Indices of the first examined steps. They follow the warm-up.
 _GROWTH = 1.6  # Later, a step is examined each time the run has grown by this factor.
@@ -40,6 +39,8 @@ _MORE, _DISTANCE = 3, 3  # Number of steps that `examine_more` adds, and their d
 # Examined steps may lengthen a run by this fraction. A shorter run counts as this many steps.
 _MAX_COST_SHARE, _MIN_RUN_STEPS = 0.002, 1_000
 _MAX_LONG = 3  # Maximum number of steps that are examined because they are expected to be long.
+# Estimates: cost of a mark before it was measured, and of an event apart from its mark.
+_FIRST_MARK_NS, _EVENT_NS = 10_000, 3_000
 
 
 class ExaminationSchedule:

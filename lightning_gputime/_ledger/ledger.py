@@ -24,11 +24,14 @@ from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._phases import StepRecord
 
-_MIN_STEPS = 3  # Number of examined steps that are compared with the others.
+MIN_EXAMINED = 3
+"""Number of examined steps from which on they are compared. Chosen: fewer have no useful error."""
 # Examined steps lack something if a phase is shorter by these fractions: of the step, of the phase.
+# Chosen: smaller ones examine more steps because of noise, larger ones miss periodic work.
 _MIN_MISSING_OF_STEP, _MIN_MISSING_OF_PHASE = 0.1, 0.5
 
 # Outside of steps
+# Chosen, each: a smaller one knows less of the lines, a larger one slows the training down.
 _FIRST = 3  # Each entry is examined this many times, and later at each power of two.
 _MAX_SHARE = 0.03  # Marks may take this fraction of the time before frequent lines are ignored.
 _MIN_EVENTS = 500  # Number of events at which lines may be ignored, however short the entry is.
@@ -213,8 +216,6 @@ class Ledger:
             phases_ms: Mean time per step of each top-level phase, over the other steps.
             step_ms: Mean time of these steps.
         """
-        if self.n < _MIN_STEPS:
-            return False
         for phase, ms in phases_ms.items():
             examined_ms = [phases.get(phase, 0.0) for phases in self._phases_ms]
             # Marks only lengthen a phase, so the examined steps lack something if it is short.

@@ -16,18 +16,22 @@ from lightning_gputime._ledger import Function, FunctionKey, Line, Operations, l
 from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
 from lightning_gputime._phases import BACKWARD, EVALUATION_IN_STEP, FORWARD, of_one_callback
 
-# Thresholds of `_RowChoice`, which give tables of about ten rows.
+# Thresholds of `_RowChoice`, chosen for tables of about ten rows. Smaller ones split the time into
+# more rows and deeper functions, larger ones end at callers, which name no culprit.
 _MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
 _MIN_DEEPER = 0.7  # A function that takes this fraction of its caller explains the caller's time.
 _MIN_LINE = 0.6  # A line that takes this fraction of a function stands for the function.
-_MAX_ROWS = 60
+_MAX_ROWS = 60  # Limits the size of results.
 _MIN_MS = 0.0005  # Shorter times would be shown as 0.
 
-_MIN_EVIDENCE = 0.5  # Examined steps must show this fraction of a phase's time to divide all of it.
+# Examined steps must show this fraction of a phase's time to divide all of it. Chosen: smaller ones
+# scale lines by more than 2, with larger ones more time is "(not examined)".
+_MIN_EVIDENCE = 0.5
 LONG_STEP = 1.5
-"""A step is long if it takes at least this multiple of the median."""
+"""A step is long if it takes at least this multiple of the median. Chosen: smaller ones take noise
+for long steps, larger ones mix steps whose phases differ (`benchmarks/sampling.py`)."""
 
-# Thresholds of `_growth`.
+# Thresholds of `_growth`. Chosen: smaller ones report noise as growth, larger ones report it later.
 _N_FIRST, _N_LAST = 3, 2  # Number of the first and of the last examined steps to compare.
 _MIN_GROWTH = 1.25  # Each of the last steps has this multiple of the longest of the first.
 _MIN_RANK_CORRELATION = 0.7  # Of the time and the number of the step, over all examined steps.

@@ -25,7 +25,9 @@ from lightning_gputime._ledger import (
     key_of,
 )
 
-_MIN_EVENTS = 64  # A line keeps its events for this many executions in a step, whatever they cost.
+# A line keeps its events for this many executions in a step, whatever they cost. Chosen: fewer lose
+# the lines of loops over layers; more, at about 10 us each, lengthen short steps.
+_MIN_EVENTS = 64
 
 
 _LineId = tuple[int, int]

@@ -58,7 +58,9 @@ from lightning_gputime._record.clock import core_times
 _CPU_INTERVAL_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
 # Minimum mean time of a sample for samples to be timed one by one: timing one costs 0.4 us.
 _MIN_SAMPLE_NS = 100_000
-_LONG_BATCH = 4  # A batch is long if it takes more than this multiple of its worker's mean.
+# A batch is long if it takes more than this multiple of its worker's mean. Chosen: a smaller one
+# counts batches that vary, a larger one misses slow samples in large batches.
+_LONG_BATCH = 4
 # Limits on how often the main process looks at a busy worker: each look takes about 20 us, and a
 # share of few looks is noise.
 _MAX_LOOKS, _MIN_LOOKS = 400, 8

@@ -23,13 +23,15 @@ from lightning_gputime._messages import duration
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+# Chosen: smaller ones report changes by chance, larger ones find changes later. Simulated runs fail
+# if either is frequent (`test_steady_runs_have_no_slowdown`, `test_planted_slowdowns_are_found`).
 MIN_STEPS = 25  # Smallest number of steps in a segment.
 _MIN_SEGMENTS = 7  # Runs with fewer segments are not searched.
 _SHORT_RUN = 10  # Runs with fewer segments need a larger change.
 # Minimum length of the levels after the start: number of segments, and fraction of the run.
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
-_GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
+_GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)  # Of neighbors in noise, from which the best is taken.
 
 

@@ -12,7 +12,8 @@ CauseKind = Literal[
     "garbage_collection", "compilation", "allocator", "dataloader", "callback", "ranks", "off_cpu"
 ]
 
-# A step is slow if its excess is larger than each of these:
+# A step is slow if its excess is larger than each of these. Chosen: smaller ones call noise slow,
+# larger ones miss short causes. 12 of 13 planted causes are found (`results/outside_cpu.json`).
 MIN_EXCESS_DEVIATIONS = 5.0  # As a multiple of the median absolute deviation.
 MIN_EXCESS_SHARE = 0.1  # As a fraction of the median.
 MIN_EXCESS_MS = 0.5

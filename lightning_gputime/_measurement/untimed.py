@@ -26,12 +26,16 @@ from lightning_gputime._ledger.rows import LONG_STEP, t95
 from lightning_gputime._measurement.sums import STEP, PhaseSum, Sums
 from lightning_gputime._phases import StepRecord
 
-_MAX_NEWEST = 4000  # Number of newest steps whose start and end are kept.
-# The host waits for the device if it does so for this fraction of the time of timed steps.
+MAX_NEWEST = 4000
+"""Number of newest steps in which causes are looked for. Chosen: more take memory and time."""
 MIN_WAIT_SHARE = 0.1
-_STRATA = 13  # Number of strata, including the ordinary steps.
-_MAX_LONG_SHARE = 0.05  # Fraction of the time of a log that may be divided like other steps.
-_MAX_UNSETTLED = 200  # Number of untimed steps that logs may leave unsettled.
+"""The device sets the pace if the host waits for it for this fraction of the step. Chosen: smaller
+ones time each step of some host-bound runs, larger ones sample some GPU-bound runs."""
+_STRATA = 13  # Number of strata, with the ordinary steps. The last starts at 3,072 medians.
+# Fraction of the time of a log that may be divided like other steps. Chosen: logs are wrong by as
+# much at most; with a smaller one, they settle steps more often, which takes time.
+_MAX_LONG_SHARE = 0.05
+_MAX_UNSETTLED = 200  # Number of untimed steps that logs may leave unsettled, to bound their time.
 _BINS_PER_FACTOR_E = 50  # Bins of a histogram of durations are 2 % wide.
 
 _NO_STEPS = Sums()
@@ -211,7 +215,7 @@ class UntimedSteps:
         self._restarts = deque[tuple[int, int]]()
         self._left_out = set[int]()  # Indices of steps that no statistic includes.
         self._settled_ns = 0  # Cumulative time of all steps at the end of the last settled step.
-        self.newest = deque[tuple[int, int, int]](maxlen=_MAX_NEWEST)
+        self.newest = deque[tuple[int, int, int]](maxlen=MAX_NEWEST)
         """Index, start and end of the newest settled steps, as cumulative time of all steps."""
         self._n_settled = 0  # Number of settled steps, and index of the first other step.
         self._step_lengths = _StepLengths()

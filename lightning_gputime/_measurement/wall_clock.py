@@ -21,6 +21,9 @@ BETWEEN_LOOPS = "between loops"
 TEAR_DOWN = "tear-down"
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN)
 """Entries that occur once, regardless of the length of the run."""
+MIN_CORE_WAIT_SHARE = 0.2
+"""All cores are busy if the loop waits for one for this fraction of the time. Chosen: smaller ones
+count short bursts; with larger ones, advice suggests workers that lack a core."""
 
 _ENTRY_OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}  # Other nested entries keep their name.
 

@@ -19,6 +19,7 @@ import torch.distributed
 from lightning_gputime._attribution.surroundings import Surroundings
 from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._instrumentation.loop import is_distributed
+from lightning_gputime._ledger.ledger import MIN_EXAMINED
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.sums import Sums
@@ -43,7 +44,6 @@ from lightning_gputime._ranks.comparison import compare
 # others after 5 s. The timeout must be shorter, so that the next collective can raise an error that
 # helps more.
 _TIMEOUT_S = 3.0
-_MIN_EXAMINED = 3  # Number of examined steps from which on lines are compared.
 # Maximum wait for rank zero. Rarely needed, because ranks in training are less than a round apart.
 _AGREEMENT_TIMEOUT_S = 1.0
 
@@ -189,7 +189,7 @@ class RankComparer:
         top = [name for name in totals.phases if "/" not in name]
         shares, busy_ms = {}, None
         # With fewer examined steps, phases show their pace less exactly.
-        if ledger.n >= _MIN_EXAMINED:
+        if ledger.n >= MIN_EXAMINED:
             # Computing lines takes milliseconds, so do it only if more steps were examined.
             if ledger.n > self._lines[0]:
                 self._lines = ledger.n, line_times(results.line_rows())

@@ -16,9 +16,11 @@ from lightning_gputime._ranks import RankTotals
 
 MIN_EXCESS = 0.05
 """A late rank exceeds the median of the others by this fraction of a step: less costs little."""
-_MIN_WINDOWS = 8  # With fewer windows, a pattern may be chance.
-_MIN_COST = 0.01  # A pattern of a few windows is named if it costs this fraction of the run.
-_MIN_HOST_BOUND = 0.8  # The host is busy for this fraction of the step where it sets the pace.
+_MIN_WINDOWS = 8  # Chosen: of fewer windows, a pattern may be chance; more need longer runs.
+_MIN_COST = 0.01  # A pattern of a few windows that costs a smaller fraction of the run is left out.
+# The host is busy for this fraction of the step where it sets the pace. Chosen: smaller ones name
+# no pattern in some GPU-bound runs, larger ones name work that hosts hide.
+_MIN_HOST_BOUND = 0.8
 
 
 @dataclass(frozen=True, slots=True)

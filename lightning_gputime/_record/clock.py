@@ -22,7 +22,7 @@ from lightning_gputime._messages import WarnOnce
 
 _warn_once = WarnOnce()
 
-_MIN_CORE_WAIT_NS = 100_000
+_MIN_CORE_WAIT_NS = 100_000  # A thread that loses its core gets it back later than this.
 _TRIAL_EVERY_NS = 100_000_000  # The speed of the host is measured this often, in 0.1 to 0.2 ms.
 # Parts of thread names. Autograd's threads and the loader's pin-memory thread run little Python.
 # Never blame a thread of this package, whose name starts with that of the package.

@@ -42,10 +42,11 @@ MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_g
 # Probability that equal runs differ significantly in an interval, or in any phase; 5 % in total.
 _FALSE_ALARMS = {"step": 0.02, "mean": 0.005, "phases": 0.025}
 _MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if the user names them in a bound.
-_MAX_ERROR = 0.1  # With a larger error, as a fraction of the step, the runs are too noisy.
-_MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
+_MAX_ERROR = 0.1  # With a larger error, as a fraction of the step, the runs are too noisy. Chosen.
+_MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported. Chosen.
 _MIN_NOT_SAMPLED_SHARE = 0.01  # Below this share, unsampled time hardly widens the intervals.
-_MIN_LINE, _MAX_LINES = 0.02, 5  # Change as a fraction of the step, and number of functions.
+# Change as a fraction of the step, and number of functions. Chosen: smaller ones are often noise.
+_MIN_LINE, _MAX_LINES = 0.02, 5
 _MIN_PAIRS = 5  # The spread of fewer pairs is less certain than that of all runs.
 _MAX_NEEDED_RUNS = 100  # Per side. Nobody makes more, so their number is not worth a sentence.
 _MIN_CLOCK_CHANGE = 0.05  # Smaller changes of the GPU's clock may be errors of its measurement.

@@ -24,6 +24,8 @@ from lightning_gputime._instrumentation.loop import Loop, Search, is_distributed
 from lightning_gputime._instrumentation.patching import Attachment, Attachments, do_nothing
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._ledger.examiner import ExaminationSchedule, Examiner
+from lightning_gputime._ledger.ledger import MIN_EXAMINED
+from lightning_gputime._ledger.rows import LONG_STEP
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
@@ -52,13 +54,13 @@ from lightning_gputime._record.recorder import OPEN, PAUSED, Annotator, Recorder
 from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
 from lightning_gputime._session.self_check import SelfCheck
 
-_FIRST_STEPS = 5  # Number of steps that may take longer than the others.
-_MIN_EXAMINED, _MIN_COMPARED = 3, 50  # Numbers of examined steps, and of others to compare with.
-# Examine more steps once this number of timed steps takes this multiple of the first of them. Each
-# time, the next multiple is twice as large.
-_N_COMPARED, _SLOWDOWN = 20, 1.5
-_MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks.
-_CHECK_STEPS = 25  # Number of steps without hooks between two checks of steps to be read.
+_FIRST_STEPS = 5  # Number of steps that may take longer than the others, in the cost of examining.
+_MIN_COMPARED = 50  # Timed steps to compare examined steps with. Chosen: fewer add noise.
+# Examine more steps once this number of timed steps takes `LONG_STEP` times as long as the first of
+# them. Each time, the next multiple is twice as large. Chosen: with fewer, one slow step decides.
+_N_COMPARED = 20
+_MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks: later than `_FIRST`.
+_CHECK_STEPS = 25  # Steps without hooks between two checks of steps to be read: half of a read.
 _NO_BATCH = object()
 
 
@@ -600,12 +602,12 @@ class Session:
             newest_ms = (step.device_ms - self._compared_ms) / n_newest
             self._compared_n, self._compared_ms = step.n, step.device_ms
             if not self._slow_ms:
-                self._slow_ms = _SLOWDOWN * newest_ms
+                self._slow_ms = LONG_STEP * newest_ms
             elif newest_ms >= self._slow_ms:
                 self._slow_ms *= 2
                 self._examinations.examine_more()
         # Examine more steps if those so far lack work that other steps do.
-        if self._is_comparison_due and step.n >= _MIN_COMPARED and self._ledger.n >= _MIN_EXAMINED:
+        if self._is_comparison_due and step.n >= _MIN_COMPARED and self._ledger.n >= MIN_EXAMINED:
             self._is_comparison_due = False
             phases = sums.phases
             phases_ms = {
