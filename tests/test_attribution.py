@@ -88,14 +88,14 @@ def train(
         given = zip(loop.batches(steps), all_run, strict=True)
         batches = ((x.expand(samples if runs else 1, -1), runs) for x, runs in given)
         for number, (x, runs) in enumerate(timer.steps(batches)):
-            session._surroundings._read_machine()
+            session._surroundings.look()
             if runs:
                 setattr(busy, value, getattr(busy, value) + 0.02)
             loop.gpu.host_work(host_ms)
             if runs if delays else number % 37 == 9:
                 loop.gpu.host_work(40.0)
             loop.train(x)
-            session._surroundings._read_machine()
+            session._surroundings.look()
     return timer
 
 
@@ -114,6 +114,22 @@ def test_thread_that_runs_in_slow_steps_is_named_with_its_share(
     assert f"with {cause}" in str(summary)
     assert any(text.startswith(f"move the work of {cause} to a process") for text in summary.advice)
     assert pickle.loads(pickle.dumps(timer._results)).measurement().outside is not None
+
+
+def test_thread_is_sampled_often_before_the_next_timed_step(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled_at = list[int]()
+    monkeypatch.setattr(machine, "_IN_LOOP", (float("inf"), 0))
+    monkeypatch.setattr(MachineLog, "sample_often", lambda _: sampled_at.append(number))
+    with hooks(loop, every_n_steps=1000) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(900))):
+            # Without waits for the GPU, a step takes the time of the host.
+            loop.gpu.host_work(60.0 if number >= 700 and number % 3 == 0 else 20.0)
+            loop.train(x)
+    timed = timer.history()["step"]
+    assert max(timed) < 700
+    assert 700 < sampled_at[0] < 800  # A step takes 33 ms now, so a second has 30 of them.
 
 
 def test_time_between_loops_moves_no_step(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

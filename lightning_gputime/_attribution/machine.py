@@ -472,8 +472,14 @@ class GPUClock:
         """Return how the clock has fallen since a step, as part of a sentence; empty if not."""
         before = [mhz for number, mhz in self.mhz if number < step]
         after = [mhz for number, mhz in self.mhz if number >= step]
-        # The quartiles, because the first measurements, and those of an idle GPU, may be low.
-        if len(before) < 2 or not after or np.quantile(after, 0.75) >= np.quantile(before, 0.25):
+        # The quartiles, because the first measurements, and those of an idle GPU, may be low. Take
+        # the values next to them: then one low value of three hides no fall.
+        if (
+            len(before) < 2
+            or not after
+            or np.quantile(after, 0.75, method="lower")
+            >= np.quantile(before, 0.25, method="higher")
+        ):
             return ""
         was, now = median(before), median(after)
         if now > (1 - (_MIN_CHANGE if len(after) > 1 else _MIN_CHANGE_OF_ONE)) * was:

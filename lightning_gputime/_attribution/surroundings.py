@@ -238,20 +238,21 @@ class Surroundings:
                     )
                 )
             self._newest_ended_ns = step.ended_ns
-        machine = self._read_machine()
-        # Untimed steps count, too: few of the timed steps may be slow.
-        is_slow = self._slow.excess_ms > MIN_ADVICE_SHARE * self._step_ms
-        if is_slow or (self._untimed.n and self._untimed.long_share > MIN_ADVICE_SHARE):
-            machine.sample_often()
+        self.look()
 
-    def _read_machine(self) -> MachineLog:
-        # Created at the first read, because its sources follow the thread that runs the loop.
+    def look(self) -> None:
+        """Read the machine. If steps are slow, timed or not, sample it often from now on."""
+        # Created at the first look, because its sources follow the thread that runs the loop.
         if self._machine is None:
             host_ns, wall_clock = self._host_ns, self._wall_clock
             assert wall_clock is not None
             self._machine = MachineLog(lambda: wall_clock.steps_ns(host_ns()), self._sources)
         self._machine.read()
-        return self._machine
+        untimed = self._untimed
+        is_slow = self._slow.excess_ms > MIN_ADVICE_SHARE * self._step_ms
+        has_long = untimed.n and untimed.long_share > MIN_ADVICE_SHARE
+        if is_slow or has_long or untimed.unsettled_long_share > MIN_ADVICE_SHARE:
+            self._machine.sample_often()
 
     def remove(self) -> None:
         """End the thread and the measurements of the GPU's clock. Safe to call twice."""

@@ -60,6 +60,9 @@ _MIN_COMPARED = 50  # Timed steps to compare examined steps with. Chosen: fewer 
 # them. Each time, the next multiple is twice as large. Chosen: with fewer, one slow step decides.
 _N_COMPARED = 20
 _MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks: later than `_FIRST`.
+# Time between two looks at what runs next to steps without hooks. Chosen: a thread that slows the
+# loop is sampled from the next look on.
+_LOOK_NS = 1_000_000_000
 _CHECK_STEPS = 25  # Steps without hooks between two checks of steps to be read: half of a read.
 _NO_BATCH = object()
 
@@ -317,6 +320,8 @@ class Session:
         # from steps.
         self._margin = int(loop.search is not Search.NEVER)
         self._hooks_return_at = 0  # Index of the first step that has hooks again.
+        self._checked_ns = 0  # Time of the last check.
+        self._looked_ns = 0  # Time at which the surroundings were last looked at in a check.
         self._checked_at = 0  # Index of the step before which the last check was.
 
         # Logs, set by `_schedule_log`. All ranks must log means of the same steps, so a log is
@@ -577,6 +582,7 @@ class Session:
 
         `since_ns` is the host time at which their reading started (in nanoseconds).
         """
+        self._looked_ns = since_ns
         for record in records:
             if EVALUATION_IN_STEP in record.labels:
                 # The wall clock has counted the evaluation as part of the step.
@@ -732,6 +738,7 @@ class Session:
         counter = self.counter
         self._cost.time_switch(suspend, counter.index)
         self._hooks_return_at, self._checked_at = return_at, counter.index
+        self._checked_ns = self._host_ns()
         # The first check is due when the timed steps before can be read.
         first_check = counter.index + min(self._options._lag, _CHECK_STEPS)
         counter.due_at = min(first_check, return_at)
@@ -755,17 +762,25 @@ class Session:
         counter = self.counter
         index, number = counter.index, counter.number
         assert number is not None  # A step has ended.
+        now_ns = self._host_ns()
         steps_since_check, self._checked_at = index - self._checked_at, index
+        ns_since_check, self._checked_ns = now_ns - self._checked_ns, now_ns
         if self._is_auto:
             self._cost.end_span(index)
         if number >= counter.log_due_at:
             self._schedule_log(number, index - 1)
         log_is_due = self._means.is_due
+        is_old = now_ns - self._looked_ns >= _LOOK_NS
         next_check = index + _CHECK_STEPS
-        if not self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check):
-            # Once the steps before are read, check only before the hooks return: the cost of timing
-            # is measured against the last steps before a window.
-            next_check = max(next_check, self._hooks_return_at - _CHECK_STEPS)
+        if not self.recorder.pending.end_untimed(log_is_due or is_old, steps=steps_since_check):
+            # Once the steps before are read, check only before the hooks return, because the cost
+            # of timing is measured against the last steps before a window; and every second.
+            steps_per_look = int(steps_since_check * _LOOK_NS / max(ns_since_check, 1))
+            last = self._hooks_return_at - _CHECK_STEPS
+            next_check = max(next_check, min(last, index + steps_per_look))
+            if is_old:
+                self._looked_ns = now_ns
+                self._surroundings.look()
         counter.due_at = min(next_check, self._hooks_return_at)
         if log_is_due:
             self._write_log()
