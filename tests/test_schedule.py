@@ -158,14 +158,14 @@ def test_cost_of_timing_all_steps_assumes_reads_in_full_batches() -> None:
     # Timing adds 100 us to a step, and reading 200 us if 25 steps are read together.
     assert cost.share == pytest.approx(0.3 / 20.0)
     # So far, reading has taken (5 * 1200 + 25 * 200) / 30 us per timed step. In windows, timing
-    # costs twice as much.
-    assert cost.added_share(50) == pytest.approx(2 * (0.1 + 11 / 30) / 20.0 / 50)
+    # costs twice as much. Counting takes 8 us per step.
+    assert cost.added_share(50) == pytest.approx((2 * (0.1 + 11 / 30) / 50 + 0.008) / 20.0)
 
 
 def test_cost_of_timing_hidden_by_waits_is_unknown() -> None:
     cost = cost_of()
     assert cost.decide() == 25
-    assert cost.added_share(25) == pytest.approx(0.004)
+    assert cost.added_share(25) == pytest.approx(0.004 + 0.008 / 2)
     host_ns = (*range(7), 2_100_000)
     step = raw(0, 9.0)._replace(labels=("data",) * 7, device_ms=(1.0,) * 7, host_ns=host_ns)
     cost.add_timed([step] * 25, 0)

@@ -22,6 +22,8 @@ _MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.004
 # Steps next to a window find cold CPU caches, too. With them, it costs 1.4 to 2.6 times as much, as
 # measured in loops of 0.7 to 2.9 ms (`benchmarks/cold_cost.py`).
 _COLD_START = 2.0
+# Time to count an untimed step. Measured: 0 to 15 us (`benchmarks/results/cold_cost_logs.json`).
+_COUNT_NS = 8_000
 _N_NEWEST = 100  # Number of timed steps, spans of untimed steps, and reads that are kept.
 _TRIAL_EVERY_N_STEPS = 2  # To measure the cost of timing, 1 of this many steps is timed.
 
@@ -272,12 +274,15 @@ class TimingCost:
         return MAX_STEPS_PER_TIMED
 
     def added_share(self, n: int) -> float | None:
-        """Return the cost of timing 1 of n steps, as a fraction of an untimed step.
+        """Return the cost of timing 1 of n steps and counting the others, as a fraction of a step.
 
         Return None if the cost is not measured: not yet, or because it is low enough to time every
         step.
         """
-        return self._added_ns_per_step(n) / self._step_ns if self._step_ns else None
+        if not self._step_ns:
+            return None
+        counting_ns = _COUNT_NS if n > 1 else 0.0
+        return (self._added_ns_per_step(n) + counting_ns) / self._step_ns
 
     def schedule_next(self, n: int, index: int) -> None:
         """Schedule the next decision: set `due`, now that 1 of n steps will be timed.
