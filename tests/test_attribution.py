@@ -119,7 +119,7 @@ def test_thread_that_runs_in_slow_steps_is_named_with_its_share(
 def test_thread_is_sampled_often_before_the_next_timed_step(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampled_at = list[int]()
+    sampled_at, number = list[int](), 0
     monkeypatch.setattr(machine, "_IN_LOOP", (float("inf"), 0))
     monkeypatch.setattr(MachineLog, "sample_often", lambda _: sampled_at.append(number))
     with hooks(loop, every_n_steps=1000) as timer:

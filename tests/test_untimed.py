@@ -454,3 +454,19 @@ def test_unusual_batches_count_in_untimed_steps_as_in_timed_steps(body: Any) -> 
         found.append((summary.steps + summary.measurement.untimed_steps, wall_clock.entries_s))
     assert summary.measurement.untimed_steps > 50
     assert found[0] == found[1]
+
+
+def test_without_a_logger_means_are_published_at_the_end_of_epochs(gpu: FakeGPU) -> None:
+    class Watches(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            value: Any = trainer.callback_metrics.get("phase_time/step_ms")
+            seen.setdefault(trainer.current_epoch, set()).add(
+                None if value is None else float(value)
+            )
+
+    seen: dict[int, set[float | None]] = {}
+    timer = timer_of(gpu, every_n_steps=10)
+    trainer_of(timer, Watches(), max_epochs=3).fit(Model(gpu), Loader(gpu, 170))
+    assert seen[0] == {None}
+    assert [len(seen[epoch]) for epoch in (1, 2)] == [1, 1]
+    assert None not in seen[1] | seen[2]

@@ -85,8 +85,8 @@ class Mode(Enum):
     | `EXAMINED` | end, if not | `UNTIMED` | `test_ledger` |
     | all but `NEW` | `remove`, `abandon` | `ENDED` | `test_nothing_stays` |
 
-    An end is a call of `end_step`, `end_step_without_hooks` or `leave_loop` that ends a step. The
-    last column names files in `tests`.
+    An end is a call of `end_step`, `end_step_without_hooks` or `leave_loop` that ends a step. In
+    `OFF`, it may also be a call of `StepCounter.count`. The last column names files in `tests`.
     """
 
     NEW = "not attached"
@@ -556,15 +556,19 @@ class Session:
         counter = self.counter
         if not self._newest_steps:
             self._means.start(number - 1)
-            counter.log_due_at = self._means.next_due(number - 1) if self._has_logs else math.inf
+            counter.log_due_at = self._next_log(number - 1)
         steps = self._newest_steps
         steps.append((number, index))
         # If `steps` is full, its first step ended `lag` steps ago, so all ranks have read it.
         number_read, _ = steps[0]
         if len(steps) == steps.maxlen and number_read >= counter.log_due_at:
-            counter.log_due_at = self._means.next_due(number_read)
+            counter.log_due_at = self._next_log(number_read)
             self._means.step_finished(number_read)
             self._comparison.schedule(number_read)
+
+    def _next_log(self, number: int) -> float:
+        """Return the number of the first step after a step at which a log is due."""
+        return self._means.next_due(number) if self._has_logs else math.inf
 
     def _add_duration(self) -> None:
         """Add the duration of the step that has ended to the statistics of all steps."""
@@ -778,7 +782,7 @@ class Session:
             steps_per_look = int(steps_since_check * _LOOK_NS / max(ns_since_check, 1))
             last = self._hooks_return_at - _CHECK_STEPS
             next_check = max(next_check, min(last, index + steps_per_look))
-            if is_old:
+            if is_old and self.mode is OFF:  # Else an observer has removed the timer.
                 self._looked_ns = now_ns
                 self._surroundings.look()
         counter.due_at = min(next_check, self._hooks_return_at)
@@ -882,7 +886,7 @@ class Session:
             self._results.settle(newest, until=self.counter.index)
             if newest >= self.counter.log_due_at or not self._has_logs:
                 # Log now: loggers would add a later log to their row of the next epoch.
-                self.counter.log_due_at = self._means.next_due(newest)
+                self.counter.log_due_at = self._next_log(newest)
                 self._means.log_at(newest)
         self._means.log_means(only_publish=True)
 
