@@ -461,8 +461,9 @@ def test_without_a_logger_means_are_published_at_the_end_of_epochs(gpu: FakeGPU)
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             value: Any = trainer.callback_metrics.get("phase_time/step_ms")
             seen.setdefault(trainer.current_epoch, set()).add(
-                None if value is None else float(value)
+                value if value is None else float(value)
             )
+            gpu.host_work(0.1 * trainer.global_step)  # Each step is longer than the last.
 
     seen: dict[int, set[float | None]] = {}
     timer = timer_of(gpu, every_n_steps=10)
