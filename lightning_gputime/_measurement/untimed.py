@@ -465,13 +465,14 @@ class UntimedSteps:
 
     @property
     def unsettled_long_share(self) -> float:
-        """Fraction of the time of steps that are not yet settled, in long steps."""
+        """The same for the steps that are not yet settled."""
         ends_ns, long_ns = self.ends_ns, self._step_lengths.long_ns
         if len(ends_ns) < 2 or not long_ns:
             return 0.0
         took_ns = map(sub, ends_ns[1:], ends_ns[:-1])
-        in_long_ns = sum([ns for ns in took_ns if ns >= long_ns])
-        return float(in_long_ns / max(ends_ns[-1] - ends_ns[0], 1))
+        usual_ns = long_ns / LONG_STEP
+        excess_ns = sum([ns - usual_ns for ns in took_ns if ns >= long_ns])
+        return float(excess_ns / max(ends_ns[-1] - ends_ns[0], 1))
 
     @property
     def slow_correction(self) -> float:
