@@ -194,7 +194,7 @@ def train(way: Way, place: str) -> dict[str, Any]:
 def measured_by(timer: GPUPhaseHooks) -> dict[str, Any]:
     """Return the times of a rank, and on rank zero the comparison of ranks.
 
-    Local times are minima over steps, because a busy machine makes steps longer.
+    Local times are first quartiles of steps, because a busy machine makes steps longer.
     """
     history = timer.history()[WARMUP:]
     steps_ms = {
