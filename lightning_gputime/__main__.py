@@ -212,12 +212,13 @@ def _run(args: argparse.Namespace) -> int:
     """Run a script. With --json or --brief, print a result of each training instead of tables."""
     if not (args.json or args.brief):
         return command.run(args)
+    from lightning_gputime._runs.saved import runs_in
+
     # A new folder shows which files this run has saved.
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     code = command.run_to_folder(args, folder)
-    # Names of later trainings are longer: "run.json.gz", "run-2.json.gz", ... "run-10.json.gz". A
-    # process that was killed may have left a temporary file, whose name starts with a dot.
-    saved = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    # Names of later trainings are longer: "run.json.gz", "run-2.json.gz", ... "run-10.json.gz".
+    saved = runs_in(folder)
     for path in sorted(saved, key=lambda path: (len(path.name), path.name)):
         _print_result(package.load(path), args)
         if args.save_path:

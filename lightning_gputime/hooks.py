@@ -164,7 +164,6 @@ class _PlainLoop(BatchState):
         self._accumulate_grad_batches = accumulate_grad_batches
         self._gradient_state = gradient_state
         self._first_step, self._n_optimizers = first_step, n_optimizers
-        self._is_batch_a_step = accumulate_grad_batches == 1 and gradient_state is None
         self.start()
 
     def start(self) -> None:
@@ -196,8 +195,8 @@ class _PlainLoop(BatchState):
         timer._safely(self.begin)
         timer._read_loader(iterable, in_data=True)
         use, wall_clock = _Use.UNKNOWN, timer._wall_clock
-        # True once each batch is a step, also for the `counter` of the session.
-        counter, counts = timer._session.counter, False
+        is_batch_a_step = self._accumulate_grad_batches == 1 and self._gradient_state is None
+        counter = timer._session.counter
         # A local name: Python clears the names of modules before it ends generators at its exit.
         is_exiting = sys.is_finalizing
         self.is_fetching = True
@@ -221,7 +220,14 @@ class _PlainLoop(BatchState):
                         timer._safely(self._leave_body)
                     raise
                 try:
-                    if counter.is_on and counts and self._body is body and not body.has_called_step:
+                    if (
+                        counter.is_on
+                        and is_batch_a_step
+                        and use is not _Use.UNKNOWN
+                        and self._body is body
+                        and not body.has_called_step
+                        and self.is_open  # Else an evaluation was left early.
+                    ):
                         # The most common case by far, in as few lines and objects as possible.
                         self._body = None
                         if counter.count(self._step):
@@ -248,7 +254,6 @@ class _PlainLoop(BatchState):
                             self.end_batch(timer)
                     else:
                         use = self._end_unusual_batch(timer, use)
-                    counts = self._is_batch_a_step and use is not _Use.UNKNOWN
                 except Exception as error:
                     timer._give_up(error)
                 self.is_fetching = True
@@ -615,7 +620,6 @@ class GPUPhaseHooks(Timer):
 
     def _start_evaluation(self, session: AnySession) -> None:
         self._plain.close()
-        session.counter.is_on = False  # The end of the step may have to end the evaluation.
         self._wall_clock.enter_phase(EVALUATION)
         session.recorder.pause(now=True)
 

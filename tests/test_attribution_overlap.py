@@ -98,7 +98,7 @@ def test_threshold_of_a_value_separates_the_slow_steps() -> None:
         (600, [*range(100, 104), *range(300, 304), *range(500, 504)], 0.0, True),  # 3 episodes.
         (600, range(300, 318), 0.0, False),
         (600, range(300, 322), 0.0, True),  # Or 20 slow steps in one.
-        # Of the excess of other slow steps, too, the share is 8 %, then 12 %.
+        # Other steps are slow, too: the candidate has 8 % of the excess, then 12 %.
         (2000, range(49, 2000, 50), 2.0, False),
         (2000, range(49, 2000, 50), 1.4, True),
     ],

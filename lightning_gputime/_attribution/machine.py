@@ -1,4 +1,4 @@
-"""What happens on the machine: threads, processes, pressure, swap, and the clock of the GPU.
+"""Readings of the machine: threads, processes, pressure, swap, and the clock of the GPU.
 
 A *source* returns cumulative values by name, such as the CPU time of each thread. `MachineLog`
 reads the sources next to the loop. The growth of a value during a step is the step's exposure.

@@ -57,7 +57,8 @@ _NEIGHBORS, _MIN_NEIGHBORS = 250, 25
 # threads of loggers for other waits, a larger one misses threads with the GIL.
 _MIN_BLOCKED = 0.3
 # Minimum probability that a value after a slowdown is larger than one before it, and maximum
-# distance of its own change from the slowdown, as a fraction of the steps. Chosen, against chance.
+# distance of its own change from the slowdown, as a fraction of the steps. Chosen: looser
+# ones name values that change by chance.
 _MIN_ORDERED, _MAX_DISTANCE = 0.97, 0.05
 _MIN_GROWTH = 0.1  # Minimum change of a value at a slowdown, as a fraction of the value. Chosen.
 

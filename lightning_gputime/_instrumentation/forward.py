@@ -139,8 +139,6 @@ class ForwardBoundary:
         self._hooked: dict[int, list[Attachment]] = {}  # Those of each other module, by its id.
         self._hooks_all = False  # True until a step has shown which modules the loop calls.
         self._compiled: nn.Module | None = None  # Module that is being compiled.
-        # True once the model was compiled into another module, which has the hooks instead.
-        self._is_model_unhooked = False
         if loop.compiled_step:
             calls = Calls(
                 lambda *_, **__: recorder.mark(TRAINING_STEP), lambda _: recorder.mark(OTHER)
@@ -228,7 +226,7 @@ class ForwardBoundary:
             evaluation.state = Search.AFTER_BACKWARD
         elif timed:
             self._hook_inside(everywhere=True)
-            if self._is_model_unhooked:  # The training does not call what was compiled.
+            if not self._model_hooks:  # The training does not call what was compiled.
                 self._hook_model(self._model)
         if not is_dropped:
             self._n_steps += 1
@@ -254,7 +252,6 @@ class ForwardBoundary:
     def _hook_model(self, model: nn.Module) -> None:
         # Weak, because hooks keep their module alive, and the timer must not keep the model alive.
         self._model_hooks = WeakSet(self._hook(model))
-        self._is_model_unhooked = False
 
     def _hook(self, module: nn.Module) -> list[Attachment]:
         if compiled_call(module) is None:
@@ -285,7 +282,7 @@ class ForwardBoundary:
         if is_of_model:
             for hook in self._model_hooks:
                 self._attachments.drop(hook)
-            self._is_model_unhooked = True
+            self._model_hooks = WeakSet()
         self._compiled = module
         return True
 

@@ -553,8 +553,7 @@ class _RowChoice:
         if function.key not in self._busy and (self.is_loop(function) or self._is_model(function)):
             if lines_ms[number] >= self._min_row_ms:
                 return function, number
-            # The short lines of a loop share a row of their own. Those of a model join the longest
-            # line if that has a row.
+            # A loop's short lines share one row. A model's join the longest line if it has a row.
             if self.is_loop(function) or lines_ms[longest] < self._min_row_ms:
                 names_longest = False
         return function, longest if names_longest else 0

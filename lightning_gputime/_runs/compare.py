@@ -35,7 +35,7 @@ from lightning_gputime._runs.estimates import (
     proportional_step,
     typical_step,
 )
-from lightning_gputime._runs.saved import Run, load
+from lightning_gputime._runs.saved import Run, load, runs_in
 
 # Environment fields that determine the work of a step. Compared runs must agree on them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
@@ -435,9 +435,7 @@ def _load_side(name: str, group: Source | Sequence[Source]) -> list[Run]:
     """Return the runs of a side in the order of their start. Raise if one cannot be compared."""
     sources: Sequence[Any] = group if isinstance(group, list | tuple) else [group]
     if isinstance(group, _PATHS) and os.path.isdir(group):
-        # A process that was killed may have left a temporary file, whose name starts with a dot.
-        files = Path(group).glob("*.json*")
-        sources = sorted(file for file in files if not file.name.startswith("."))
+        sources = runs_in(Path(group))
     if not sources:
         raise ValueError(f"{name} must be one or more runs, got none in {group}")
     runs = []

@@ -172,6 +172,15 @@ def _to_units(times_ms: npt.NDArray[np.float64]) -> Any:
     return np.where(is_known, np.maximum(units, 0), _ABSENT).astype(np.int64).tolist()
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """Return the files of the runs in a folder, in order of their names.
+
+    A process that was killed may have left a temporary file of `write`, whose name starts with a
+    dot.
+    """
+    return sorted(file for file in folder.glob("*.json*") if not file.name.startswith("."))
+
+
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Replace a file atomically, and keep its mode. An OSError names the file."""
     target = Path(os.path.expanduser(path)).resolve()

@@ -831,8 +831,9 @@ class Session:
         # Calls in eval mode may be an evaluation.
         if self.mode is not OFF and self.forward.evaluation.undecided:
             self.forward.decide_evaluations()
+        ended_ns = self._host_ns() - self._wall_clock.outside_ns
         if self.mode in (TIMED, EXAMINED):
-            has_ended = self._end_at_last_update(number, items)
+            has_ended = self._end_at_last_update(number, items, ended_ns)
         elif self.mode is OFF and not self.needs_updates:
             has_ended = True  # Without hooks, the update was not counted.
         else:
@@ -841,7 +842,7 @@ class Session:
             return False
         counter = self.counter
         counter.number = number
-        self._ended_ns = self._host_ns() - self._wall_clock.outside_ns
+        self._ended_ns = ended_ns
         if not self.times_all:
             self._add_duration()
         self._schedule_log(number, counter.index)
@@ -854,7 +855,7 @@ class Session:
                 self._reattach_hooks()
         return True
 
-    def _end_at_last_update(self, number: int, items: float) -> bool:
+    def _end_at_last_update(self, number: int, items: float, ended_ns: int) -> bool:
         """End the open, timed step at its last update. Return False if it continues after that."""
         recorder = self.recorder
         is_inference = not self.optimizer.has_any and BACKWARD not in recorder.open.phases
@@ -865,7 +866,6 @@ class Session:
             recorder.mark(AFTER_UPDATE)
         last_label = AFTER_FORWARD if is_inference else AFTER_UPDATE
         index = -1 if self.times_all else self.counter.index  # `Recorder.end_step` explains -1.
-        ended_ns = self._host_ns() - self._wall_clock.outside_ns
         return recorder.end_at(last_label, number, index, items, ended_ns)
 
     @property
